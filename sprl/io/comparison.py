@@ -285,21 +285,23 @@ def difference(arm: Arm, other: Arm) -> Difference | None:
   Several runs of a seed count as their mean.
   """
   ours, theirs = _by_seed(arm), _by_seed(other)
-  paired, steps = [], set()
+  of_seeds, steps = [], set()
   for seed in ours.keys() & theirs.keys():
     found = [comparable(*runs) for runs in zip(ours[seed], theirs[seed])]
-    if scored := [each for each in found if each is not None]:
-      paired.append(np.mean(scored, axis=0))
+    if scored := [each for each in found if each]:
+      of_seeds.append(scored)
       steps.add(ours[seed][0].newest.get('step'))
-  if not paired or len(steps) > 1:
+  problems = sorted(set.intersection(*(set(each) for scored in of_seeds for each in scored))) if of_seeds else []
+  if not problems or len(steps) > 1:
     return None
+  paired = np.array([[np.mean([each[number] for each in scored]) for number in problems] for scored in of_seeds])
   if len(paired) == 1:
-    return Difference(*interval_of_one_run(paired[0]), f'{len(paired[0])} problems')
-  return Difference(*paired_interval(np.stack(paired)), f'{len(paired[0])} problems, {len(paired)} seeds')
+    return Difference(*interval_of_one_run(paired[0]), f'{len(problems)} problems')
+  return Difference(*paired_interval(paired), f'{len(problems)} problems, {len(paired)} seeds')
 
 
-def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None:
-  """Return the differences of the scores of two runs by problem; None if they cannot be paired.
+def comparable(run: Recorded, other: Recorded) -> dict[int, float] | None:
+  """Return the differences of the scores of two runs by the number of the problem; None if they cannot be paired.
 
   Their newest evaluations must be in checkpoints, after equally many steps, on the same problems, drawn and graded in the same
   way. The problems are the same if their settings are, and the questions and answers of the first ones, which a run records.
@@ -307,9 +309,27 @@ def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None
   ours, theirs = run.newest, other.newest
   if not ours or not theirs or ours['step'] != theirs['step'] or _asked(run) != _asked(other):
     return None
-  first, second = (np.array(each.get('scores', []), float) for each in (ours, theirs))
-  shown, others = ([_problem(row) for row in each.get('samples', [])] for each in (ours, theirs))
-  return first - second if len(first) == len(second) > 0 and shown == others else None
+  first, second = _by_problem(ours), _by_problem(theirs)
+  both = [number for number in first if number in second]
+  shown = [problems for n in both if None not in (problems := (first[n].problem, second[n].problem))]
+  if not both or len(first) != len(second) or any(one != two for one, two in shown):
+    return None
+  return {n: first[n].score - second[n].score for n in both}
+
+
+class Scored(NamedTuple):
+  """The score of a held-out problem."""
+
+  score: float
+  problem: tuple[Any, Any] | None  # what identifies it; None: no sample is recorded
+
+
+def _by_problem(evaluation: Mapping[str, Any]) -> dict[int, Scored]:
+  """Return the scores of an evaluation by the number of the problem. The first problems have samples."""
+  scores = evaluation.get('scores', [])
+  numbers, rows = evaluation.get('numbers', range(len(scores))), evaluation.get('samples', [])
+  shown = [*map(_problem, rows), *[None] * len(scores)]
+  return {number: Scored(score, problem) for number, score, problem in zip(numbers, scores, shown)}
 
 
 def _asked(run: Recorded) -> dict[str, Any]:
@@ -331,7 +351,7 @@ def _asked(run: Recorded) -> dict[str, Any]:
 
 def _problem(row: Mapping[str, Any]) -> tuple[Any, Any]:
   """Return what identifies the problem of a sample. The question is part of the prompt, which a chat template may change."""
-  return row.get('answer'), row.get('prompt') if row.get('answer') is None else None
+  return row.get('answer'), None if row.get('answer') else row.get('prompt')
 
 
 def _by_seed(arm: Arm) -> dict[Any, list[Recorded]]:

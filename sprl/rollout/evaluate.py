@@ -73,6 +73,7 @@ def evaluate(
     intervals  (mean, low, high) of avg@k (the mean score) and of pass@1 and pass@k (the probability that one sample, or any of k,
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     scores     mean score of each problem, in the order of the problems, for paired comparisons
+    numbers    the number of each problem: a conversation that fails is replaced by one with another number
     samples    rows of `shown` completions
     failure    if every reward refuses every answer, by raising or with a result that is no number: why the first; else ''
     sets       intervals, failure and samples of each other set by name; absent if there is none
@@ -103,13 +104,14 @@ def evaluate(
       time.perf_counter,
       groups=each.count,
       first=first,
-      different=each.different,
+      different=each.different or 2 * each.count,  # of an environment that does not tell: no more fail than must succeed
     )
     groups = scheduler.batch(stopped)
     if groups is None:
       return {}
     trajectories = [t for group in groups for t in group.trajectories]
     results[name] = scores(trajectories, len(groups), samples[name])
+    results[name]['numbers'] = [group.number - first for group in groups]
     results[name]['samples'] = collect.sample_rows(trajectories, source.answer, model.tokenizer, shown)
   own = results.pop('')
   if results:

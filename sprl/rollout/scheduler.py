@@ -333,15 +333,20 @@ class Scheduler:
     self._tickets[group.ticket] = group
 
   def _settle(self, group: LiveGroup) -> None:
-    """Count a graded group, or drop it if the filter rejects its rewards."""
-    if self._filtered([t.reward for t in group.results if t.reward_known]):
-      self._drop(group.number, 'filtered')
-      self._fruitless += 1
-      self._why_fruitless = "replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')"
-    else:
+    """Count a graded group, or drop it if the filter rejects its rewards. A group without any known reward is fruitless too."""
+    known = [t.reward for t in group.results if t.reward_known]
+    filtered = self._filtered(known)
+    if known and not filtered:
       self._fruitless = 0
-      self.window.finish(group.number)
-      self.timeline.add('groups', f'group {group.number}', group.opened, self.now(), version=group.start_version)
+    else:
+      why = next((t.reason for t in group.results if not t.reward_known), '')
+      equal = "replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')"
+      self._fruitless, self._why_fruitless = self._fruitless + 1, equal if known else f'not graded; the last because {why}'
+    if filtered:
+      self._drop(group.number, 'filtered')
+      return
+    self.window.finish(group.number)
+    self.timeline.add('groups', f'group {group.number}', group.opened, self.now(), version=group.start_version)
 
   def _complete(self, group: LiveGroup) -> bool:
     """Whether `rollout.group` members have a trajectory; with `rollout.members = 'all'`, whether all have that are not lost."""

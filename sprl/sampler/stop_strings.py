@@ -3,6 +3,10 @@
 The last character of a stop string comes from a new token. Few tokens of a vocabulary contain that character, so most chunks need
 no text. Each token id is decoded once per run to find whether a stop string can end in it. If one can, the new tokens are decoded
 together with as many earlier tokens as the longest stop string can have.
+
+Decoders with byte fallback (Llama 2, Mistral, Gemma) write a character that is not in the vocabulary as a token for each byte.
+They replace all bytes of a run by U+FFFD until the run is valid UTF-8. So a run is decoded from its first byte, and where there
+are bytes every prefix is looked at.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +26,7 @@ class StopStrings:
     self._stop, self._text = tuple(stop), text
     self._longest = max((len(s.encode()) for s in stop), default=0)  # also bounds the tokens: each has at least one byte
     self._ends: dict[int, bool] = {}  # by token id: whether a stop string can end in the token
+    self._parts: dict[int, bool] = {}  # by token id: whether it may be a part of a character
 
   def cut(self, ids: Sequence[int], new: int) -> int | None:
     """Return the number of tokens up to the end of the first stop string, or None if the text contains none.
@@ -31,16 +36,20 @@ class StopStrings:
     if new <= 0 or not any(map(self._can_end, ids[-new:])):
       return None
     start = max(len(ids) - new - self._longest, 0)
+    while start and self._is_part(ids[start]):
+      start -= 1
+    first, last = len(ids) - new + 1, len(ids)
+    if any(map(self._is_part, ids[start:])):  # the text of a longer prefix may lack characters of a shorter one
+      return next((end for end in range(first, last + 1) if self._in(ids[start:end])), None)
     if not self._in(ids[start:]):
       return None
-    low, high = len(ids) - new + 1, len(ids)  # a longer prefix contains the text of a shorter one, so bisect
-    while low < high:
-      middle = (low + high) // 2
+    while first < last:  # a longer prefix contains the text of a shorter one, so bisect
+      middle = (first + last) // 2
       if self._in(ids[start:middle]):
-        high = middle
+        last = middle
       else:
-        low = middle + 1
-    return low
+        first = middle + 1
+    return first
 
   def _in(self, ids: Sequence[int]) -> bool:
     text = self._text(ids)
@@ -49,6 +58,11 @@ class StopStrings:
   def _can_end(self, token: int) -> bool:
     if (known := self._ends.get(token)) is None:
       text = self._text([token, token])  # twice, because a decoder may drop a space before the first token
+      self._parts[token] = not text or INCOMPLETE in text
       # A token with a part of a character may complete a character that earlier tokens began.
-      known = self._ends[token] = not text or INCOMPLETE in text or any(s[-1] in text for s in self._stop)
+      known = self._ends[token] = self._parts[token] or any(s[-1] in text for s in self._stop)
     return known
+
+  def _is_part(self, token: int) -> bool:
+    self._can_end(token)
+    return self._parts[token]

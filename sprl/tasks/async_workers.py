@@ -100,11 +100,19 @@ def async_starter(executor: str, load: Callable[[], Service], memory_gb: float |
   return partial(AsyncThread, load) if executor == 'threads' else partial(AsyncProcess, load, memory_gb)
 
 
+def _after(seconds: float, act: Callable[[], None]) -> None:
+  """Call `act` after this time in a thread that does not keep the process alive."""
+  timer = threading.Timer(seconds, act)
+  timer.daemon = True
+  timer.start()
+
+
 class AsyncThread:
-  """An event loop in a thread of this process."""
+  """An event loop in a thread of this process. A call that blocks it cannot be ended: other calls then need another loop."""
 
   def __init__(self, load: Callable[[], Service]):
     self._service, why = attempt(load)
+    self._blocked = ''
     self.ready: Future[str] = Future()
     self.ready.set_result(why)
     self._loop = asyncio.new_event_loop()
@@ -122,16 +130,30 @@ class AsyncThread:
   def ask(self, call: Any) -> tuple[Future[tuple[Any, str]], Callable[[], Any]]:
     """Give the service a call."""
     future = asyncio.run_coroutine_threadsafe(attempt_async(self._service, call), self._loop)
-    return future, future.cancel
+    return future, lambda: self._cancel(future)
 
   def died(self) -> str:
-    """Return '': a thread does not die."""
-    return ''
+    """Return that a call has blocked the loop, or '' if it runs."""
+    return self._blocked
 
   def end(self) -> None:
     """Stop the loop, unless a call blocks it."""
     with suppress(RuntimeError):  # the loop has ended
       self._loop.call_soon_threadsafe(self._loop.stop)
+
+  def _cancel(self, future: Future[tuple[Any, str]]) -> None:
+    if not future.cancel():  # the call has ended
+      return
+    turned = threading.Event()
+    with suppress(RuntimeError):
+      self._loop.call_soon_threadsafe(turned.set)
+
+    def give_up_if_blocked() -> None:
+      if not turned.is_set():
+        self._blocked = 'a call blocks its event loop'
+        self.end()  # as soon as the call returns
+
+    _after(GRACE, give_up_if_blocked)
 
 
 class AsyncProcess:
@@ -177,9 +199,7 @@ class AsyncProcess:
       if blocked:
         self._child.kill()
 
-    timer = threading.Timer(GRACE, kill_if_blocked)
-    timer.daemon = True
-    timer.start()
+    _after(GRACE, kill_if_blocked)
     self._sender.submit(self._send, number, None)
 
   def _send(self, number: int, call: Any) -> None:

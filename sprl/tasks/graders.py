@@ -349,16 +349,21 @@ def last_tagged(text: str) -> str | None:
   return last
 
 
+_BRACES = re.compile(r'\\boxed\{|[{}]')
+
+
 def last_boxed(text: str) -> str | None:
   r"""Return the content of the last complete `\boxed{...}`, with balanced braces, or None."""
-  start = len(text)
-  while (start := text.rfind(r'\boxed{', 0, start)) >= 0:
-    depth = 0
-    for end in range(start + len(r'\boxed'), len(text)):
-      depth += (text[end] == '{') - (text[end] == '}')
-      if depth == 0:
-        return text[start + len(r'\boxed{') : end].strip()
-  return None
+  opened: list[re.Match[str]] = []
+  start, content = -1, None
+  for brace in _BRACES.finditer(text):
+    if brace[0] != '}':
+      opened.append(brace)
+    elif opened:
+      first = opened.pop()
+      if first[0] != '{' and first.start() > start:
+        start, content = first.start(), text[first.end() : brace.start()].strip()
+  return content
 
 
 def last_number(text: str) -> str | None:

@@ -47,6 +47,7 @@ def write_run(
   rewards=(),
   graders=(),
   rows=None,
+  numbers=None,
 ):
   """Write the folder of a run that ended with these scores of its held-out problems."""
   settings = to_dict(Run())
@@ -70,7 +71,8 @@ def write_run(
   folder = workdir / 'checkpoints' / f'step_{steps:06d}'
   folder.mkdir(parents=True)
   samples = [{'prompt': f'{asked}{i}', 'answer': answer, 'completion': ATTACK} for i, answer in enumerate(answers)]
-  record = {'arrays': {}, 'extra': {'after': {'scores': list(scores), 'samples': samples}}}
+  asked_for = {} if numbers is None else {'numbers': list(numbers)}
+  record = {'arrays': {}, 'extra': {'after': {'scores': list(scores), 'samples': samples, **asked_for}}}
   crc32 = zlib.crc32(json.dumps(record).encode())
   (folder / 'record.json').write_text(json.dumps({'record': record, 'crc32': crc32}) + '\n')
   return workdir
@@ -172,6 +174,25 @@ def test_a_difference_pairs_seeds_and_problems(tmp_path):
   assert found is not None
   assert found[:3] == pytest.approx(paired_interval(by_hand))
   assert (found.mean, found.of) == (0.375, '4 problems, 2 seeds')
+
+
+def test_problems_are_paired_by_their_numbers(tmp_path):
+  """In run b problem 1 failed and was replaced by problem 4; in another seed none was."""
+  shown = {'answers': ('', '')}  # of an environment, which tells no answers: prompts are compared
+  runs = [write_run(tmp_path / 'a-0', [1.0, 0.0, 0.0, 1.0], 0, numbers=range(4), answers=('0', '1'))]
+  runs += [write_run(tmp_path / 'a-1', [1.0, 1.0, 0.0, 0.0], 1, answers=('0', '1'))]
+  runs += [write_run(tmp_path / 'b-0', [1.0, 1.0, 1.0, 0.0], 0, 8, numbers=(0, 2, 3, 4), answers=('0', '2'))]
+  runs += [write_run(tmp_path / 'b-1', [0.0, 1.0, 0.0, 1.0], 1, 8, numbers=range(4), answers=('0', '1'))]
+  first, other = compared(*runs)
+  found = difference(other, first)
+  assert found is not None
+  by_hand = np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]])  # of problems 0, 2 and 3
+  assert found[:3] == pytest.approx(paired_interval(by_hand))
+  assert found.of == '3 problems, 2 seeds'
+  differ = compared(
+    write_run(tmp_path / 'c', [1.0, 0.0], **shown), write_run(tmp_path / 'd', [1.0, 0.0], 0, 8, asked='', **shown)
+  )
+  assert difference(*differ) is not None
 
 
 def test_runs_of_one_seed_are_not_several_seeds(tmp_path):

@@ -90,6 +90,19 @@ def evaluation(fails, different, groups=4):
   return Scheduler(world.engines, world.workers, source, world.rollout, now, groups=groups, retries=0, different=different)
 
 
+@pytest.mark.parametrize('equal_groups', ['train', 'replace'])
+def test_groups_that_cannot_be_graded_end_the_run_with_the_reason(monkeypatch, equal_groups):
+  monkeypatch.setattr('sprl.rollout.scheduler.FRUITLESS_BATCHES', 3)
+  world = World(Rollout(prompts=2, group=2, equal_groups=equal_groups), capacity=16)
+  world.workers._result = lambda call: Grade(float(call[0] % 2), 'ok')
+  world.step()
+  world.workers._result = lambda call: Grade(0.0, 'error', 'the key has expired', reward_known=False)
+  steps = (world.step() for _ in range(5))
+  with pytest.raises(Stalled, match='groups in a row were not graded; the last because the key has expired'):
+    list(steps)
+  assert world.scheduler.counts['consumed'] <= 2 * (1 + 4)
+
+
 @pytest.mark.parametrize(
   ('fails', 'different', 'asked'),
   [

@@ -82,7 +82,8 @@ def test_a_call_that_fails_costs_only_itself(tmp_path):
 def test_the_child_of_a_call_that_forks_answers_nothing(tmp_path):
   with grader_pool(rewards(tmp_path), 4, 30.0, 4.0) as pool:
     assert answers(pool, *samples('fork', 'sleep 0.05', 'nan', 'fine')) == [
-      Grade(1.0, 'ok'), Grade(1.0, 'ok'), Grade(0.0, 'invalid', 'returned nan, expected a finite number'), Grade(1.0, 'ok')
+      Grade(1.0, 'ok'), Grade(1.0, 'ok'), Grade(0.0, 'invalid', 'returned nan, expected a finite number', reward_known=False),
+      Grade(1.0, 'ok')
     ]  # fmt: skip
     (first,), (second,) = answers(pool, *samples('pid')), answers(pool, *samples('pid'))
     assert first == second
@@ -145,6 +146,24 @@ def test_a_cancelled_call_leaves_the_others(tmp_path):
 def test_an_async_groupwise_reward(tmp_path):
   with grader_pool(rewards(tmp_path, 'rank'), None, 30.0, 4.0) as pool:
     assert answers(pool, Group(tuple(samples('a', 'bb')))) == [[Grade(1.0, 'ok'), Grade(2.0, 'ok')]]
+
+
+def test_a_python_callable_that_blocks_its_loop_leaves_a_new_loop_to_later_calls(monkeypatch):
+  monkeypatch.setattr(async_workers, 'GRACE', 0.1)
+  gate, loops = threading.Event(), set()
+
+  async def judge(completion):
+    loops.add(threading.get_ident())
+    if completion == 'block':
+      gate.wait(PATIENCE)
+    return 1.0
+
+  with grader_pool(graders.rewards(Task(grader='python:judge'), {'judge': judge}), 3, 0.5, 4.0) as pool:
+    assert [g.status for g in answers(pool, *samples('block'))] == ['timeout']
+    until(lambda: answers(pool, *samples('fine')) == [Grade(1.0, 'ok')])
+    assert answers(pool, *samples(*['fine'] * 8)) == [Grade(1.0, 'ok')] * 8
+    assert len(loops) == 2
+    gate.set()
 
 
 def test_an_async_python_callable_runs_on_a_loop_in_this_process():

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import time
 from decimal import Decimal
 from functools import partial
 
@@ -156,11 +157,21 @@ def test_text_that_is_not_exactly_one_number_gives_none(text):
     (r'\boxed{1} \boxed{2}', '2'),
     (r'\boxed{1} \boxed{2', '1'),  # cut off
     (r'\boxed{2', None),
+    (r'\boxed{a \boxed{b} c}', 'b'),
+    (r'} \boxed{1} } {', '1'),
+    (r'{ \boxed{3} and \boxed{4 {', '3'),
+    (r'\boxed{}', ''),
     ('2', None),
   ],
 )
 def test_last_boxed(text, inner):
   assert graders.last_boxed(text) == inner
+
+
+def test_a_box_that_never_ends_takes_time_in_proportion_to_its_length():
+  start = time.process_time()
+  assert graders.last_boxed(r'\boxed{1}' + r'\boxed{' * 100_000) == '1'
+  assert time.process_time() - start < 5  # a scan from each box takes hours
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------

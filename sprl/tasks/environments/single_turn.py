@@ -1,5 +1,8 @@
 """Problems and a grader as an environment of one turn."""
 
+import functools
+import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -57,6 +60,19 @@ def reasoning_gym(
 
   Raises SettingsError for an unknown data set, refused arguments, and too few distinct questions.
   """
-  task = Task(kind='reasoning_gym', name=dataset, args=args or {})
-  found = Problems(task, reasoning.rows(task, split, size, held_out, seed))
-  return SingleTurn(f'reasoning_gym {dataset}', found, graders.load(graders.resolve(task)))
+  with _ONE_SEARCH:
+    found = _problems(dataset, json.dumps(dict(args or {}), sort_keys=True), split, size, held_out, seed)
+  return SingleTurn(f'reasoning_gym {dataset}', found, graders.load(graders.resolve(_task(dataset, args or {}))))
+
+
+_ONE_SEARCH = threading.Lock()  # threads that need the same problems wait for one that finds them
+
+
+@functools.cache  # shared by all environments of a process: the held-out problems of some data sets take half a minute to find
+def _problems(dataset: str, args: str, split: Literal['train', 'test'], size: int, held_out: int, seed: int) -> Problems:
+  task = _task(dataset, json.loads(args))
+  return Problems(task, reasoning.rows(task, split, size, held_out, seed))
+
+
+def _task(dataset: str, args: Mapping[str, Any]) -> Task:
+  return Task(kind='reasoning_gym', name=dataset, args=args)
