@@ -227,7 +227,7 @@ def score_table(arms: Sequence[Arm]) -> list[list[str]]:
     measured = [_measured(arm, name) for name in costs]
     rows.append([
       arm.name, str(len(arm.runs)), *of_score, *of_difference, duration(seconds_of_steps(arm)),
-      *('' if value is None else form.format(value) for value, (_, form) in zip(measured, costs.values())),
+      *('' if value is None else unsigned_zero(form.format(value)) for value, (_, form) in zip(measured, costs.values())),
     ])  # fmt: skip
   return rows
 
@@ -366,6 +366,11 @@ def _measured(arm: Arm, metric: str) -> float | None:
   """Return the mean over runs of the median of a metric; None if no run has it."""
   medians = [float(np.nanmedian(values)) for run in arm.runs if np.isfinite(values := series(run.records, metric)[1]).any()]
   return float(np.mean(medians)) + 0.0 if medians else None
+
+
+def unsigned_zero(text: str) -> str:
+  """Return a number as text, without the sign if it is rounded to 0."""
+  return text if set('123456789') & set(text) else text.removeprefix('-')
 
 
 def bounds(low: float, high: float) -> str:

@@ -23,6 +23,7 @@ from sprl.io.comparison import (
   score_table,
   score_text,
   short_names,
+  unsigned_zero,
   write_comparison,
 )
 from sprl.io.config_file import write_config
@@ -306,6 +307,10 @@ def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
   assert (rows['sparse']['95 % interval'], rows['sparse']['step']) == ('0.900 to 1.100', '4')
   assert [row['time of steps'] for row in rows.values()] == ['2 min 0 s', '4 min 0 s']
   assert [row['mismatch (k3)'] for row in rows.values()] == ['0.5', '0.5']
+
+
+def test_a_number_that_is_rounded_to_0_has_no_sign():
+  assert [unsigned_zero(text) for text in ('-0%', '-1%', '-0.0', '0%', '-1e-05')] == ['0%', '-1%', '0.0', '0%', '-1e-05']
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
