@@ -439,7 +439,7 @@ class Log:
   """Records written beside the checkpoints."""
 
   samples_every: int | None = 10  # steps between tables of sampled completions; also the first and last step; None: never
-  samples: int | None = 4  # groups in a table, with the first completion of each; None: all completions of all groups
+  samples: int | None = 4  # groups in a table, with the first completion of each; None: all completions (people see 16 rows)
   trackers: tuple[TrackerName, ...] = ('tensorboard',)  # who gets the metrics too: tensorboard, wandb, mlflow
   project: str | None = None  # wandb: name of the project; mlflow: of the experiment; None: sprl
 

@@ -17,6 +17,7 @@ def check_own_functions(run: Run) -> None:
 
 
 def checksums(run: Run) -> dict[str, str]:
-  """Return a checksum of the file of each user's function, by its name in the settings."""
-  found = {name: split_reference(name) for name in (run.cache.method, run.loss.variant, run.advantage.estimator)}
-  return {name: hashlib.sha256(Path(each[0]).expanduser().read_bytes()).hexdigest()[:16] for name, each in found.items() if each}
+  """Return a checksum of the file of each user's function, environment or agent, by its name in the settings."""
+  names = (run.cache.method, run.loss.variant, run.advantage.estimator, run.task.name or '')
+  files = {name: Path(found[0]).expanduser() for name in names if (found := split_reference(name))}
+  return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}

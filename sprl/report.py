@@ -30,7 +30,7 @@ def main() -> int:
     return 0
   from sprl.io.comparison import arms_of, matching, read_runs, score_text, write_comparison
 
-  arms = arms_of(read_runs([path for name in given.split(',') for path in matching('--workdir', name)]))
+  arms = arms_of(read_runs([path for name in given.split(',') for path in matching('--workdir', name)], '--workdir'))
   print(score_text(arms))
   print(write_comparison(arms, Path(out or 'comparison.html')))
   return 0

@@ -140,7 +140,8 @@ def setup(
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   check_caches_fit(run, layout, model.engine_meshes)
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
-  check_alike('settings', settings.to_dict(run) | here, team)
+  own = checksums(run)
+  check_alike('settings', settings.to_dict(run) | here | own, team)
   first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
   model = model.at(first_start)
   saved = team.broadcast('checkpoints', lambda: committed(workdir / 'checkpoints'))
@@ -166,7 +167,7 @@ def setup(
     may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
     for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
-    sources, starts = graders.checksums(rollouts.rewards) | checksums(run), read_starts(workdir)['starts']
+    sources, starts = graders.checksums(rollouts.rewards) | own, read_starts(workdir)['starts']
     known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
       log.warning('%s has changed since the last start of this run: its steps are of both', name)

@@ -54,4 +54,4 @@ def compare(runs: Iterable[str | Path | Training]) -> Comparison:
   folders: list[Path] = []
   for run in runs:
     folders += [run.workdir] if isinstance(run, Training) else matching('runs', str(run))
-  return Comparison(tuple(arms_of(read_runs(folders))))
+  return Comparison(tuple(arms_of(read_runs(folders, 'runs'))))

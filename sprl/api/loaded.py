@@ -19,7 +19,7 @@ import jax
 
 from sprl.api.inputs import Reward, inputs_of, listed
 from sprl.api.ledger import Ledger
-from sprl.api.rollouts import Rollouts
+from sprl.api.rollouts import Rollouts, mean_of_known
 from sprl.api.sampler import Sampler
 from sprl.api.settings import Settings, merged, refuse, resolved
 from sprl.cache.layout import never_evicts
@@ -152,7 +152,7 @@ class LoadedModel:
     if metrics.get('update/skipped'):
       log.warning('update skipped: its loss or gradient is not finite (config.loss, rewards)')
     rate = {'optimizer/learning_rate': learner.learning_rate} if metrics else {}
-    return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing, **rate}
+    return {'reward/mean': mean_of_known(rollouts.rewards), **metrics, **packing, **rate}
 
   def ledger(self, rollouts: Rollouts) -> Ledger:
     """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.

@@ -1,6 +1,7 @@
 """Rollouts in a notebook: samples with their text, rewards and records, as a sequence and as HTML tables."""
 
 import html
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -40,8 +41,8 @@ class Sample:
 
   @property
   def reward(self) -> float:
-    """The reward; 0 before `Rollouts.grade`."""
-    return self.trajectory.reward
+    """The reward; 0 before `Rollouts.grade`, and NaN if a grader failed."""
+    return self.trajectory.reward if self.trajectory.reward_known else math.nan
 
   @property
   def finish(self) -> str:
@@ -82,6 +83,12 @@ class Sample:
     return seen.mean(axis=(0, 1)) * (positions <= queries[:, None])
 
 
+def mean_of_known(rewards: Float[np.ndarray, 'G N']) -> float:
+  """Return the mean of the rewards that are not NaN; 0 if there are none."""
+  known = rewards[np.isfinite(rewards)]
+  return float(known.mean()) if len(known) else 0.0
+
+
 @dataclass(frozen=True)
 class Rollouts(Sequence[Sample]):
   """Samples of one sampler, in the order of the prompts. A slice is a tuple of samples."""
@@ -120,7 +127,7 @@ class Rollouts(Sequence[Sample]):
 
   @property
   def rewards(self) -> Float[np.ndarray, 'G N']:
-    """The rewards: one row for each of the G prompts, one column for each of its N samples."""
+    """The rewards: one row for each of the G prompts, one column for each of its N samples; NaN if a grader failed."""
     return np.array([sample.reward for sample in self.samples]).reshape(-1, self.run.rollout.group)
 
   def keep(self, prompts: Sequence[int] | Sequence[bool] | np.ndarray) -> 'Rollouts':
@@ -128,7 +135,7 @@ class Rollouts(Sequence[Sample]):
 
     Prompts whose samples have equal rewards teach nothing. To train without them:
 
-        model.update(rollouts.keep(np.ptp(rollouts.rewards, axis=1) > 0))
+        model.update(rollouts.keep(np.nanstd(rollouts.rewards, axis=1) > 0))
 
     Raises ValueError if no prompt is left, for a prompt that is named twice, and for truths of another number than the prompts.
     Raises IndexError for a prompt that does not exist.
@@ -167,7 +174,7 @@ class Rollouts(Sequence[Sample]):
     Args:
       reward: a function, the name of a grader, or several, as `sprl.fit` takes them. None: the grader of the settings.
 
-    If the grading of a sample fails, it does not train, and `trajectory.status` names the kind of failure, as in training. The
+    If a grader fails, the sample does not train, and `trajectory.status` names the kind of failure. The
     reason of each failure is logged.
 
     Raises SettingsError for an unknown grader, or a function that needs an argument that does not exist.
@@ -189,7 +196,7 @@ class Rollouts(Sequence[Sample]):
     return replace(self, samples=samples, graded=True)
 
   def __repr__(self) -> str:
-    rewards = f', mean reward {self.rewards.mean():.3f}' if self.graded else ', not graded'
+    rewards = f', mean reward {mean_of_known(self.rewards):.3f}' if self.graded else ', not graded'
     G, N = self.rewards.shape
     return f'Rollouts: {G} prompts x {N} samples{rewards}, {describe(self.run)}, after {self.version} updates'
 

@@ -127,10 +127,9 @@ def _choose(layout, keys, values, layer, occupied, newest):
     kernels=layout.kernels,
   )
   score, carried = _checked(method(settings.method).score(view, settings), layout, (K, S))
-  score = jnp.where(jnp.isnan(score), -jnp.inf, score)  # NaN would be the largest
   if settings.scope != 'head':
     score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
-  score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
+  score = jnp.where((jnp.arange(S) < occupied - a) & ~jnp.isnan(score), score, -jnp.inf)  # NaN would be the largest
   best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
   window = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
   return jnp.concatenate([best, window], axis=-1), carried

@@ -382,7 +382,7 @@ CHECKS = (
   ),
   Check(
     'grading fails', 'grading/ok', GRADED, (0.95, ANY),
-    'Answers that could not be graded have reward 0. The log has a warning with the reason.',
+    'Answers that could not be graded do not train. The log has a warning with the reason.',
     (TIME_LIMIT, GRADER),
   ),
 )  # fmt: skip

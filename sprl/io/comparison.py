@@ -6,7 +6,7 @@ of the arm have.
 """
 
 import json
-import re
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from sprl.config import PLACES, Run, SettingsError, to_dict, within
 from sprl.config_checks import GRADING_COSTS, REWARD_METRICS, names_of_problems, weighted
+from sprl.foreign import split_reference
 from sprl.io import files
 from sprl.io.checkpoint import CheckpointError, read_record
 from sprl.io.config_file import read_located
@@ -154,15 +155,15 @@ def matching(setting: str, name: str) -> list[Path]:
   return found
 
 
-def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
-  """Return the runs in these work directories, in order.
+def read_runs(workdirs: Sequence[Path], setting: str) -> list[Recorded]:
+  """Return the runs in these work directories, in order. `setting` names them in messages.
 
   Raises FileNotFoundError for a folder without a run. Raises SettingsError for fewer than two runs, and for a run that has logged
   nothing.
   """
   folders = list(dict.fromkeys(workdir.resolve() for workdir in workdirs))
   if len(folders) < 2:
-    raise SettingsError(f'{", ".join(map(str, workdirs))}: expected at least two different runs to compare')
+    raise SettingsError(f'{setting} = {", ".join(map(str, workdirs)) or "[]"}: expected at least two different runs to compare')
   found = []
   for folder, name in zip(folders, short_names(folders)):
     settings, records = flat(read_located(folder)), read_metrics(folder)
@@ -176,7 +177,10 @@ def inputs_of(workdir: Path) -> dict[str, str]:
   """Return the checksums that the last start of a run recorded: of a user's functions, and of rows that are in no file."""
   last = (read_starts(workdir)['starts'] or [{}])[-1]
   rows = {'rows': last['rows']} if last.get('rows') else {}
-  return {f'source of {name}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
+  files_of = {
+    name: os.path.join(last.get('folder', ''), name) if split_reference(name) else name for name in last.get('graders', {})
+  }
+  return {f'source of {files_of[name]}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -312,7 +316,8 @@ def comparable(run: Recorded, other: Recorded) -> dict[int, float] | None:
   first, second = _by_problem(ours), _by_problem(theirs)
   both = [number for number in first if number in second]
   shown = [problems for n in both if None not in (problems := (first[n].problem, second[n].problem))]
-  if not both or len(first) != len(second) or any(one != two for one, two in shown):
+  unnumbered = 'numbers' not in ours or 'numbers' not in theirs  # an older version
+  if not both or (unnumbered and len(first) != len(second)) or any(one != two for one, two in shown):
     return None
   return {n: first[n].score - second[n].score for n in both}
 
@@ -342,11 +347,7 @@ def _asked(run: Recorded) -> dict[str, Any]:
   settings = {name: value for name, value in run.settings.items() if within(name, keys) and name not in apart}
   rewards = json.loads(run.settings['task.rewards'])
   first = weighted(rewards[0])[0] if rewards else run.settings['task.grader']
-  name = first.rpartition('/')[2]  # a start may have recorded a relative path
-  return settings | {
-    'grader': name,
-    'source': [found for label, found in run.inputs.items() if re.split('[/ ]', label)[-1] == name],
-  }
+  return settings | {'grader': first, 'source': run.inputs.get(f'source of {first}')}
 
 
 def _problem(row: Mapping[str, Any]) -> tuple[Any, Any]:

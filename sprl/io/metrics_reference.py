@@ -13,7 +13,7 @@ from typing import Any
 GROUPS: dict[str, str] = {
   'reward': "Rewards of the step's trajectories.",
   'completion': 'Lengths and ends of the completions.',
-  'grading': 'Number of samples by the outcome of grading. One that is not `ok` has reward 0 (of several rewards: by one).',
+  'grading': 'Number of samples by the outcome of grading. One that is not `ok` has no reward, unless only weight 0 failed.',
   'judge': 'Use of the grader `judge`, summed over the samples of the step. Samples that were dropped are not counted.',
   'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
   'agent': 'Episodes of agents (`config.task.kind=agent`): means over the episodes of the step.',
@@ -191,8 +191,8 @@ METRICS: dict[str, str] = {
   'async/surplus': 'Redundant groups that the step did not need.',
   'async/failed': 'Groups given up after a member failed too often.',
   'async/started': 'Groups started.',
-  'async/errors': 'Calls of graders or environments that failed.',
-  'async/hung': 'Calls of graders or environments that exceeded their time limit.',
+  'async/errors': 'Calls of environments, and agents, that failed.',
+  'async/hung': 'Calls of environments, and agents, that exceeded their time limit.',
   'async/aborted_tokens': 'Tokens drawn by requests that were aborted.',
   'async/resumed_tokens': 'Tokens of interrupted requests that were kept and continued.',
   'async/dropped_prompts': 'Groups that were dropped: the sum of `filtered`, `expired`, `surplus` and `failed`.',
@@ -235,7 +235,7 @@ METRICS: dict[str, str] = {
   'packing/tokens_saved_by_sharing': 'Prompt tokens saved because samples of a group share their prompt.',
   # --- evaluation -------------------------------------------------------------------------------------------------------
   'data/{name}/share': "Share of the step's trajectories whose problems are from the source.",
-  'data/{name}/reward': 'Mean reward of these trajectories. Absent in a step that has none.',
+  'data/{name}/reward': 'Mean of the known rewards of these trajectories. Absent in a step that has none.',
   'eval/{set}/{metric}': 'The metric `eval/{metric}` of another held-out set.',
   'eval/avg@k': "Mean score over problems. Each problem's samples are averaged first.",
   'eval/low': 'Lower end of the 95 % confidence interval of `eval/avg@k`. Absent if it is infinite (sprl/io/pass_at_k.py).',

@@ -145,11 +145,13 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
 def reward_parts(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
   """Return the mean score by each of several rewards, without its weight, as PREFIX/NAME; {} with one reward.
 
-  Samples that a reward could not grade are left out of its mean. A mean over no sample is 0.
+  A sample that a reward could not grade counts 0 in an evaluation, as in its scores; else it is left out. A mean over none is 0.
   """
   names = dict.fromkeys(name for t in trajectories for name in t.parts)
-  scores = {name: [t.parts[name] for t in trajectories if name in t.parts and name not in t.failed] for name in names}
-  return {f'{prefix}/{name}': float(np.mean(of_name)) if of_name else 0.0 for name, of_name in scores.items()}
+  counted = {
+    name: [t for t in trajectories if name in t.parts and (prefix != 'reward' or name not in t.failed)] for name in names
+  }
+  return {f'{prefix}/{name}': float(np.mean([t.parts[name] for t in found])) if found else 0.0 for name, found in counted.items()}
 
 
 def grading_costs(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from sprl.types import Completion, Request, Trajectory
 log = logging.getLogger(__name__)
 
 GLANCE = 0.01  # seconds to wait for one engine before the others and the workers are looked at
-RETRIES = 2  # further attempts at a member whose grader or environment failed, before its group is dropped
+RETRIES = 2  # further attempts at a member whose environment or agent failed, before it is lost
 WARNINGS = 20  # kinds of failures that are logged
 FRUITLESS_BATCHES = 50  # if more groups than this many batches hold are dropped in a row, the run stops
 
@@ -58,7 +58,7 @@ class Scheduler:
     timeline: where spans are recorded. None: a timeline of the scheduler's own.
     version: the version of the engines' weights (finished steps).
     first: the number of the first group of the run.
-    retries: further attempts at a member whose grader or environment failed.
+    retries: further attempts at a member whose environment or agent failed.
     different: groups that may be asked. If too many of them are dropped, a batch is smaller. None: no limit.
 
   Raises:

@@ -11,6 +11,7 @@ are bytes every prefix is looked at.
 
 from collections.abc import Callable, Sequence
 
+LONGEST_RUN = 256  # bytes that are decoded to find where a run of them begins: text has no longer ones
 INCOMPLETE = '\ufffd'  # replaces bytes that are not a character in decoded text
 
 
@@ -36,7 +37,8 @@ class StopStrings:
     if new <= 0 or not any(map(self._can_end, ids[-new:])):
       return None
     start = max(len(ids) - new - self._longest, 0)
-    while start and self._is_part(ids[start]):
+    furthest = max(start - LONGEST_RUN, 0)
+    while start > furthest and self._is_part(ids[start]):
       start -= 1
     first, last = len(ids) - new + 1, len(ids)
     if any(map(self._is_part, ids[start:])):  # the text of a longer prefix may lack characters of a shorter one

@@ -113,6 +113,7 @@ class AsyncThread:
   def __init__(self, load: Callable[[], Service]):
     self._service, why = attempt(load)
     self._blocked = ''
+    self._open: set[Future[tuple[Any, str]]] = set()  # of the calls under way
     self.ready: Future[str] = Future()
     self.ready.set_result(why)
     self._loop = asyncio.new_event_loop()
@@ -129,8 +130,17 @@ class AsyncThread:
 
   def ask(self, call: Any) -> tuple[Future[tuple[Any, str]], Callable[[], Any]]:
     """Give the service a call."""
-    future = asyncio.run_coroutine_threadsafe(attempt_async(self._service, call), self._loop)
-    return future, lambda: self._cancel(future)
+    future: Future[tuple[Any, str]] = Future()
+    running = asyncio.run_coroutine_threadsafe(attempt_async(self._service, call), self._loop)
+    self._open.add(future)
+
+    def copy(ended: Future[tuple[Any, str]]) -> None:
+      self._open.discard(future)
+      if not future.done():
+        future.set_result((None, 'cancelled') if ended.cancelled() else ended.result())
+
+    running.add_done_callback(copy)
+    return future, lambda: self._cancel(running)
 
   def died(self) -> str:
     """Return that a call has blocked the loop, or '' if it runs."""
@@ -141,8 +151,8 @@ class AsyncThread:
     with suppress(RuntimeError):  # the loop has ended
       self._loop.call_soon_threadsafe(self._loop.stop)
 
-  def _cancel(self, future: Future[tuple[Any, str]]) -> None:
-    if not future.cancel():  # the call has ended
+  def _cancel(self, running: Future[tuple[Any, str]]) -> None:
+    if not running.cancel():  # the call has ended
       return
     turned = threading.Event()
     with suppress(RuntimeError):
@@ -152,6 +162,9 @@ class AsyncThread:
       if not turned.is_set():
         self._blocked = 'a call blocks its event loop'
         self.end()  # as soon as the call returns
+        for future in list(self._open):
+          if not future.done():
+            future.set_exception(WorkerDied(self._blocked))
 
     _after(GRACE, give_up_if_blocked)
 

@@ -148,7 +148,11 @@ def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
     if spec.kind == 'file':
       found[spec.label] = _checksum(Path(spec.path).read_bytes())
     elif spec.function is not None:
-      found[spec.label] = _checksum(repr(_content(spec.function)).encode())
+      try:
+        content = _content(spec.function)
+      except (ValueError, RecursionError):  # a closure that is not filled yet, or a value that contains itself
+        content = _source(spec.function)
+      found[spec.label] = _checksum((content if isinstance(content, str) else repr(content)).encode())
   return found
 
 
@@ -167,7 +171,10 @@ def _content(of: Any) -> Any:
     case types.MethodType():
       return _content(of.__func__), _attributes(of.__self__)
     case types.FunctionType():
-      return _source(of), _simple([cell.cell_contents for cell in of.__closure__ or ()]), _simple(of.__defaults__)
+      held = [cell.cell_contents for cell in of.__closure__ or ()], of.__defaults__, of.__kwdefaults__
+      wrapped = getattr(of, '__wrapped__', None)
+      values = [*map(_simple, held), _content(wrapped) if wrapped else None]
+      return (_source(of), values) if any(values) else _source(of)
   return (_source(type(of)), _attributes(of)) if callable(of) else _simple(of)
 
 

@@ -78,7 +78,8 @@ def test_scores_of_another_shape_are_refused(monkeypatch, score, carries, found)
 def test_nan_is_the_lowest_score(monkeypatch, scope):
   def score(view, cache):
     slots = jnp.arange(view.k.shape[1], dtype=jnp.float32)
-    return Scored(jnp.broadcast_to(jnp.where(slots % 2 == 0, jnp.nan, -slots), view.k.shape[:2]), None)
+    known = jnp.broadcast_to(jnp.where(slots % 2 == 0, jnp.nan, -slots), view.k.shape[:2])
+    return Scored(known.at[-1, 0].set(jnp.inf if scope == 'layer' else jnp.nan), None)  # of the sum of heads it makes NaN too
 
   cache = compressed(Quant(), monkeypatch, Method(score), scope=scope)
   # Of the tokens 0 to 6 outside the window the scores of 1, 3 and 5 are known; the newest two stay.

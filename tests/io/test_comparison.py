@@ -49,6 +49,7 @@ def write_run(
   graders=(),
   rows=None,
   numbers=None,
+  prompt='',
 ):
   """Write the folder of a run that ended with these scores of its held-out problems."""
   settings = to_dict(Run())
@@ -57,7 +58,7 @@ def write_run(
     'task': {'rewards': rewards},
   }  # fmt: skip
   write_config(workdir, settings | {'seed': seed} | {name: settings[name] | changes[name] for name in changes})
-  add_start(workdir, None, '2026-01-01T00:00:00', {'graders': dict(graders), 'rows': rows})
+  add_start(workdir, None, '2026-01-01T00:00:00', {'graders': dict(graders), 'rows': rows, 'folder': '/x'})
   log = RunLog(workdir, None)
   log.evaluation(0, {'eval/avg@k': 0.25, 'eval/low': 0.2, 'eval/high': 0.3})
   for step in range(1, steps + 1):
@@ -71,7 +72,7 @@ def write_run(
   log.close()
   folder = workdir / 'checkpoints' / f'step_{steps:06d}'
   folder.mkdir(parents=True)
-  samples = [{'prompt': f'{asked}{i}', 'answer': answer, 'completion': ATTACK} for i, answer in enumerate(answers)]
+  samples = [{'prompt': f'{asked}{prompt}{i}', 'answer': answer, 'completion': ATTACK} for i, answer in enumerate(answers)]
   asked_for = {} if numbers is None else {'numbers': list(numbers)}
   record = {'arrays': {}, 'extra': {'after': {'scores': list(scores), 'samples': samples, **asked_for}}}
   crc32 = zlib.crc32(json.dumps(record).encode())
@@ -80,7 +81,7 @@ def write_run(
 
 
 def compared(*workdirs):
-  return arms_of(read_runs(workdirs))
+  return arms_of(read_runs(workdirs, '--workdir'))
 
 
 def page_of(workdirs):
@@ -154,6 +155,12 @@ def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
   assert found == ['rows', 'x', 'x', 'y', 'source of python:r', 'checksum 1', 'checksum 2', 'checksum 1']
 
 
+def test_the_folder_of_a_start_names_the_file_of_a_reward(tmp_path):
+  given = [{'r.py:right': '1'}, {'/x/r.py:right': '1'}]
+  (arm,) = compared(*(write_run(tmp_path / f'a-{seed}', [0.0], seed, graders=each) for seed, each in enumerate(given)))
+  assert arm.runs[0].inputs == {'source of /x/r.py:right': 'checksum 1'}
+
+
 def test_arms_whose_runs_share_no_name_have_that_of_their_first_run(tmp_path):
   runs = [write_run(tmp_path / name, [0.0], seed, budget) for name, seed, budget in [('a', 0, 8), ('b', 1, 8), ('c', 0, 9)]]
   assert [arm.name for arm in compared(*runs)] == ['a', 'c']
@@ -179,7 +186,6 @@ def test_a_difference_pairs_seeds_and_problems(tmp_path):
 
 def test_problems_are_paired_by_their_numbers(tmp_path):
   """In run b problem 1 failed and was replaced by problem 4; in another seed none was."""
-  shown = {'answers': ('', '')}  # of an environment, which tells no answers: prompts are compared
   runs = [write_run(tmp_path / 'a-0', [1.0, 0.0, 0.0, 1.0], 0, numbers=range(4), answers=('0', '1'))]
   runs += [write_run(tmp_path / 'a-1', [1.0, 1.0, 0.0, 0.0], 1, answers=('0', '1'))]
   runs += [write_run(tmp_path / 'b-0', [1.0, 1.0, 1.0, 0.0], 0, 8, numbers=(0, 2, 3, 4), answers=('0', '2'))]
@@ -190,10 +196,23 @@ def test_problems_are_paired_by_their_numbers(tmp_path):
   by_hand = np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]])  # of problems 0, 2 and 3
   assert found[:3] == pytest.approx(paired_interval(by_hand))
   assert found.of == '3 problems, 2 seeds'
-  differ = compared(
-    write_run(tmp_path / 'c', [1.0, 0.0], **shown), write_run(tmp_path / 'd', [1.0, 0.0], 0, 8, asked='', **shown)
+
+
+def test_without_answers_the_prompts_tell_which_problems_were_asked(tmp_path):
+  first, alike, other = (
+    write_run(tmp_path / name, [1.0, 0.0], 0, budget, answers=('', ''), prompt=prompt)
+    for name, budget, prompt in (('a', None, 'lake '), ('b', 8, 'lake '), ('c', 9, 'pond '))
   )
-  assert difference(*differ) is not None
+  assert difference(*compared(first, alike)) is not None
+  assert difference(*compared(first, other)) is None
+
+
+def test_a_conversation_that_failed_and_was_not_replaced_leaves_the_others(tmp_path):
+  runs = [write_run(tmp_path / 'a', [1.0, 0.0, 0.0], numbers=range(3), answers=())]
+  first, other = compared(*runs, write_run(tmp_path / 'b', [0.0, 1.0], 0, 8, numbers=(0, 2), answers=()))
+  found = difference(other, first)
+  assert found is not None
+  assert found[:3] == interval_of_one_run(np.array([-1.0, 1.0]))
 
 
 def test_runs_of_one_seed_are_not_several_seeds(tmp_path):
@@ -205,7 +224,7 @@ def test_runs_of_one_seed_are_not_several_seeds(tmp_path):
   assert found.of == '3 problems'
   (tmp_path / 'link').symlink_to(runs[0])
   with pytest.raises(SettingsError, match='at least two different runs'):
-    read_runs([runs[0], tmp_path / 'link'])
+    read_runs([runs[0], tmp_path / 'link'], 'runs')
 
 
 def test_an_arm_is_scored_at_the_newest_step_of_all_its_runs(tmp_path):
@@ -369,12 +388,12 @@ def test_runs_are_compared_in_python(tmp_path):
 def test_what_cannot_be_compared_is_named(tmp_path):
   run = write_run(tmp_path / 'a', [0.0])
   with pytest.raises(SettingsError, match='expected at least two different runs'):
-    read_runs([run, run])
+    read_runs([run, run], '--workdir')
   with pytest.raises(FileNotFoundError, match='expected a work directory'):
-    read_runs([run, tmp_path / 'missing'])
+    read_runs([run, tmp_path / 'missing'], '--workdir')
   write_config(tmp_path / 'empty', to_dict(Run()))
   with pytest.raises(SettingsError, match='expected a run that has logged'):
-    read_runs([run, tmp_path / 'empty'])
+    read_runs([run, tmp_path / 'empty'], '--workdir')
 
 
 def test_a_star_stands_for_folders_of_runs_only(tmp_path):

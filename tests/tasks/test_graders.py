@@ -4,7 +4,7 @@ import math
 import pickle
 import time
 from decimal import Decimal
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 from hypothesis import given
@@ -335,6 +335,29 @@ def test_callables_that_hold_other_values_have_other_checksums():
     def score(self, completion):
       return self.by
 
+  def keyword(by):
+    def reward(completion, *, scale=by):
+      return scale
+
+    return reward
+
+  def wrapped(by):
+    @wraps(scaled)
+    def reward(completion):
+      return by
+
+    return reward
+
+  def unfilled():
+    def reward(completion):
+      return later
+
+    if not completions:
+      later = 1.0  # never assigned
+    return reward
+
+  completions = [1]
+
   def checksum(function):
     return graders.checksums(graders.rewards(Task(grader='python:own'), {'own': function}))['python:own']
 
@@ -347,6 +370,12 @@ def test_callables_that_hold_other_values_have_other_checksums():
   ):
     assert checksum(make(1.0)) == checksum(make(1.0)) != checksum(make(2.0))
   assert checksum(scaled) != checksum(partial(scaled, by=1.0))
+  assert checksum(keyword(1.0)) == checksum(keyword(1.0)) != checksum(keyword(2.0))
+  assert checksum(wrapped(1.0)) == checksum(wrapped(1.0)) != checksum(wrapped(2.0))
+  endless: list = []
+  endless.append(endless)
+  assert checksum(made(endless)) == checksum(made(endless))  # by its source alone
+  assert checksum(unfilled()) == checksum(unfilled())
   asked = Judge(1.0)
   asked._asked = 5
   assert checksum(asked) == checksum(Judge(1.0))  # private attributes may count calls
