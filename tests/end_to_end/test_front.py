@@ -441,7 +441,7 @@ def test_a_callback_that_returns_true_ends_the_run_after_its_step(folder):
   assert (run.step, run.completed) == (1, False)
 
 
-def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
+def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_is_not_known(folder):
   given = [{'prompt': f'{i} = ', 'target': i} for i in range(3)]
   seen = []
 
@@ -456,7 +456,8 @@ def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
   model = sprl.load(folder / 'model', task={'chat': False, 'time_limit': 0.5})
   rollouts = model.sampler(sampling=SETTINGS['sampling']).generate(given).grade(graded)
   assert [s.trajectory.status for s in rollouts] == ['ok', 'timeout', 'error']
-  assert rollouts.rewards.tolist() == [[0.5], [0.0], [0.0]]
+  np.testing.assert_array_equal(rollouts.rewards, [[0.5], [np.nan], [np.nan]])
+  assert 'mean reward 0.500' in repr(rollouts)
   assert sorted(row['target'] for row in seen) == [0, 1, 2]
   with pytest.raises(sprl.SettingsError, match="wants 'one'"):
     rollouts.grade(lambda one: 1.0)
