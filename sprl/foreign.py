@@ -56,6 +56,11 @@ def _place(error: BaseException) -> str:
   return ''.join(f' ({code.co_filename[-200:]}:{line}, in {code.co_name[-100:]})' for code, line in users[-1:])
 
 
+def checksum(source: bytes) -> str:
+  """Return a checksum of a user's source."""
+  return hashlib.sha256(source).hexdigest()[:16]
+
+
 def split_reference(text: str) -> tuple[str, str] | None:
   """Split `file.py:NAME` into (file, NAME). Return None if the text has another form."""
   file, _, name = text.rpartition(':')

@@ -1,11 +1,10 @@
 """Functions of users in place of sprl's: an eviction method, a loss or an advantage estimator, named `file.py:NAME`."""
 
-import hashlib
 from pathlib import Path
 
 from sprl.cache import eviction
 from sprl.config import Run
-from sprl.foreign import split_reference
+from sprl.foreign import checksum, split_reference
 from sprl.objective import advantages, losses
 
 
@@ -20,4 +19,4 @@ def checksums(run: Run) -> dict[str, str]:
   """Return a checksum of the file of each user's function, environment or agent, by its name in the settings."""
   names = (run.cache.method, run.loss.variant, run.advantage.estimator, run.task.name or '')
   files = {name: Path(found[0]).expanduser() for name in names if (found := split_reference(name))}
-  return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}
+  return {name: checksum(path.read_bytes()) for name, path in files.items() if path.is_file()}

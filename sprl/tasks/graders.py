@@ -17,7 +17,6 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 """
 
 import ast
-import hashlib
 import inspect
 import re
 import types
@@ -31,7 +30,7 @@ from typing import Any
 
 from sprl.config import SettingsError, Task
 from sprl.config_checks import GRADERS, python_name, reward_name, weighted
-from sprl.foreign import imported, split_reference
+from sprl.foreign import checksum, imported, split_reference
 from sprl.tasks import code_grader, judge
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
@@ -146,18 +145,14 @@ def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
   found = {}
   for spec in (reward.grader for reward in rewards):
     if spec.kind == 'file':
-      found[spec.label] = _checksum(Path(spec.path).read_bytes())
+      found[spec.label] = checksum(Path(spec.path).read_bytes())
     elif spec.function is not None:
       try:
         content = _content(spec.function)
       except (ValueError, RecursionError):  # a closure that is not filled yet, or a value that contains itself
         content = _source(spec.function)
-      found[spec.label] = _checksum((content if isinstance(content, str) else repr(content)).encode())
+      found[spec.label] = checksum((content if isinstance(content, str) else repr(content)).encode())
   return found
-
-
-def _checksum(source: bytes) -> str:
-  return hashlib.sha256(source).hexdigest()[:16]
 
 
 def _content(of: Any) -> Any:
