@@ -28,11 +28,14 @@ def main() -> int:
 
     print(write_report(local_folder('--workdir', given), Path(out) if out else None))
     return 0
-  from sprl.io.comparison import arms_of, matching, read_runs, score_text, write_comparison
+  from sprl.io.arm_scores import score_rows
+  from sprl.io.arms import arms_of, matching, read_runs
+  from sprl.io.comparison import score_text, write_comparison
 
   arms = arms_of(read_runs([path for name in given.split(',') for path in matching('--workdir', name)], '--workdir'))
-  print(score_text(arms))
-  print(write_comparison(arms, Path(out or 'comparison.html')))
+  rows = score_rows(arms)
+  print(score_text(rows))
+  print(write_comparison(arms, rows, Path(out or 'comparison.html')))
   return 0
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from sprl.api.training import Training
 from sprl.config import SettingsError
-from sprl.io.comparison import Arm, arms_of, matching, read_runs, score_rows, score_text, write_comparison
+from sprl.io.arm_scores import ArmRow, score_rows
+from sprl.io.arms import Arm, arms_of, matching, read_runs
+from sprl.io.comparison import score_text, write_comparison
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Comparison:
 
   arms: tuple[Arm, ...]
 
-  @property
-  def rows(self) -> list[dict[str, Any]]:
+  @cached_property
+  def rows(self) -> list[ArmRow]:
     """One dictionary for each arm, for `pandas.DataFrame`. What is not known is NaN.
 
         arm, runs, seeds                             its name, and how many runs and seeds it has
@@ -33,10 +35,10 @@ class Comparison:
 
   def save(self, path: str | Path = 'comparison.html') -> Path:
     """Write the page with scores, settings that differ, and curves. Return its path."""
-    return write_comparison(self.arms, Path(path))
+    return write_comparison(self.arms, self.rows, Path(path))
 
   def __repr__(self) -> str:
-    return score_text(self.arms)
+    return score_text(self.rows)
 
 
 def compare(runs: Iterable[str | Path | Training]) -> Comparison:

@@ -10,7 +10,7 @@ import tiny
 from sprl.cache import eviction
 from sprl.config import Advantage, Cache, Eviction, Loss, LossVariant, Run, SettingsError, to_dict
 from sprl.config_reader import resolve
-from sprl.io.comparison import inputs_of
+from sprl.io.arms import inputs_of
 from sprl.io.config_file import read_located, write_config
 from sprl.objective import losses
 from sprl.objective.advantages import advantages

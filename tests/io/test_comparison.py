@@ -12,20 +12,9 @@ from scipy import stats
 
 import sprl
 from sprl.config import Run, SettingsError, to_dict
-from sprl.io.comparison import (
-  arms_of,
-  comparison_html,
-  difference,
-  matching,
-  read_runs,
-  score,
-  score_rows,
-  score_table,
-  score_text,
-  short_names,
-  unsigned_zero,
-  write_comparison,
-)
+from sprl.io.arm_scores import difference, score, score_rows
+from sprl.io.arms import arms_of, matching, read_runs, short_names
+from sprl.io.comparison import comparison_html, number, score_table, score_text, write_comparison
 from sprl.io.config_file import write_config
 from sprl.io.metrics import RunLog
 from sprl.io.paired import interval_of_one_run, paired_interval
@@ -85,12 +74,13 @@ def compared(*workdirs):
 
 
 def page_of(workdirs):
-  return comparison_html(compared(*workdirs))
+  arms = compared(*workdirs)
+  return comparison_html(arms, score_rows(arms))
 
 
 def rows_of(arms):
   """Return the table of scores as a dictionary for each arm."""
-  heads, *rows = score_table(arms)
+  heads, *rows = score_table(score_rows(arms))
   return {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
 
 
@@ -150,7 +140,7 @@ def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
   runs = [write_run(tmp_path / name, [0.0], seed, graders=g, rows=r) for seed, (name, (g, r)) in enumerate(given.items())]
   arms = compared(*runs)
   assert [arm.name for arm in arms] == ['a', 'b', 'c']
-  settings = comparison_html(arms).partition('id="settings"')[2].partition('</section>')[0]
+  settings = comparison_html(arms, score_rows(arms)).partition('id="settings"')[2].partition('</section>')[0]
   found = re.findall(r'<td>(.*?)</td>', settings)
   assert found == ['rows', 'x', 'x', 'y', 'source of python:r', 'checksum 1', 'checksum 2', 'checksum 1']
 
@@ -329,7 +319,8 @@ def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
 
 
 def test_a_number_that_is_rounded_to_0_has_no_sign():
-  assert [unsigned_zero(text) for text in ('-0%', '-1%', '-0.0', '0%', '-1e-05')] == ['0%', '-1%', '0.0', '0%', '-1e-05']
+  assert [number(value, '{:.0%}') for value in (-0.004, -0.01, 0.0, np.nan)] == ['0%', '-1%', '0%', '']
+  assert [number(value, '{:+.2g}') for value in (-0.0, -1e-05)] == ['0', '-1e-05']
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -367,8 +358,8 @@ def test_names_of_folders_stay_text(tmp_path):
 
 def test_a_comparison_is_written(tmp_path):
   arms = compared(write_run(tmp_path / 'a', [0.0, 1.0]), write_run(tmp_path / 'b', [1.0, 1.0], 0, 64))
-  assert write_comparison(arms, tmp_path / 'comparison.html').read_text().startswith('<!DOCTYPE html>')
-  assert [line.split()[0] for line in score_text(arms).splitlines()] == ['arm', 'a', 'b']
+  assert write_comparison(arms, score_rows(arms), tmp_path / 'comparison.html').read_text().startswith('<!DOCTYPE html>')
+  assert [line.split()[0] for line in score_text(score_rows(arms)).splitlines()] == ['arm', 'a', 'b']
 
 
 def test_runs_are_compared_in_python(tmp_path):
@@ -377,7 +368,7 @@ def test_runs_are_compared_in_python(tmp_path):
   found = sprl.compare([f'{tmp_path}/dense-*', tmp_path / 'sparse'])
   assert [row['arm'] for row in found.rows] == ['dense', 'sparse']
   assert [row['runs'] for row in found.rows] == [2, 1]
-  assert repr(found) == score_text(compared(*runs, tmp_path / 'sparse'))
+  assert repr(found) == score_text(score_rows(compared(*runs, tmp_path / 'sparse')))
   assert found.save(tmp_path / 'page.html').read_text().startswith('<!DOCTYPE html>')
   with pytest.raises(SettingsError, match=r'runs = .*expected a list of work directories'):
     sprl.compare(f'{tmp_path}/dense-*')
