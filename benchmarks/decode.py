@@ -23,7 +23,8 @@ from sprl.io.huggingface import load_params
 from sprl.io.pretrained import locate
 from sprl.kernels.platform import compute_dtype
 from sprl.models.config import ModelConfig
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 

@@ -33,7 +33,8 @@ from sprl.rollout.episodes import Limits, Transcript
 from sprl.rollout.prompts import ConversationSource
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.timeline import Timeline
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.tasks.environment_pool import Call, environment_pool
 from sprl.tasks.environments.frozen_lake import FrozenLake

@@ -44,7 +44,8 @@ from sprl.model import Model
 from sprl.models.transformer import Params
 from sprl.rollout.collect import encode
 from sprl.sampler import calibrate
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sft import fine_tune
 from sprl.tasks import problems
 from sprl.types import Request, Trajectory

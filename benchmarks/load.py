@@ -50,7 +50,8 @@ from sprl.rollout.episodes import Limits
 from sprl.rollout.prompts import ConversationSource
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.timeline import Timeline
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import SamplerWeights, sampler_weights
 from sprl.tasks.environment_pool import environment_pool, make_environment
 from sprl.types import Request

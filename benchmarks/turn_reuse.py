@@ -26,7 +26,8 @@ from sprl.rollout.episodes import Limits
 from sprl.rollout.prompts import ConversationSource
 from sprl.rollout.scheduler import Scheduler
 from sprl.sampler import calibrate
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import SamplerWeights
 from sprl.tasks.environment_pool import environment_pool
 from sprl.tasks.environments.frozen_lake import FrozenLake

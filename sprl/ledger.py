@@ -37,7 +37,7 @@ from sprl.learner.batch import pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.model import Model
 from sprl.models.transformer import Params
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.replay import replay
 from sprl.sharding.rules import row_shards, token_shards
 from sprl.sharding.transfer import fetch, park

@@ -29,7 +29,7 @@ from sprl.models.moe import check_split
 from sprl.models.sequence import check_sequence
 from sprl.models.transformer import Params
 from sprl.sampler.buckets import prompt_buckets
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, weights_function
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes, without_sequence
 from sprl.sharding.rules import row_shards, shardings

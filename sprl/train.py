@@ -62,7 +62,7 @@ from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import FROM_SETTINGS, EvalSet, Inputs, RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
 from sprl.sampler.compile_ahead import compile_engine, outputs
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.session import Finished, Session, StepReport
 from sprl.sharding.rules import OnMesh
 from sprl.tasks import graders

@@ -23,6 +23,7 @@ ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are me
 REWARD = 'reward/mean'  # a series that every experiment keeps
 START, END = ' at the start', ' at the end'  # after the name of a series: its mean over the first or last fifth of the steps
 SECONDS = 'log of the seconds to '  # before an accuracy; see `time_to`
+ALL, OWN = 'all three papers', 'not in the paper'  # in place of a paper
 UNDER = 'accuracy under '  # before the name of a sampler in `Experiment.inference`; see `under`
 
 
@@ -90,6 +91,7 @@ class Task:
   write: Callable[..., None]  # (folder, seed=, slips=): writes problems, grader and solutions to a folder
   warm: tuple[str, ...]  # folders or hub names of warm-started models; seed i begins from number i modulo their count
   settings: Mapping[str, Any]  # of every run, by key; {folder} stands for the folder of the problems
+  chance: float = 0.0  # accuracy of a guess
   final: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # changes for the final evaluation
 
   def settings_in(self, folder: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def draw(experiment: Experiment, records: Records) -> None:
   figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 0.5 + sum(heights))
   subfigures: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
   ends, legend, *parts = subfigures
-  draw_ends(ends.subplots(), arms, methods, places, colours, records)
+  draw_ends(ends.subplots(), arms, methods, places, colours, records, experiment.task.chance)
   lines = [Line2D([], [], color=colours[method], label=method) for method in methods]
   about = 'Below: over the steps, mean and range of the seeds'
   legend.legend(handles=lines, title=about, loc='center', ncols=4, frameon=False, fontsize=8.5, title_fontsize=8.5)
@@ -63,8 +63,8 @@ def arms_at(place: str, arms: Sequence[str]) -> list[str]:
   return [arm for arm in arms if arm.partition('@')[2] == place or ('@' not in arm and f'{arm}@{place}' not in arms)]
 
 
-def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> None:
-  """Draw the accuracy of the newest weights of each run, and a line at the accuracy before training."""
+def draw_ends(axes: Axes, arms, methods, places, colours, records: Records, chance: float) -> None:
+  """Draw the accuracy of the newest weights of each run, and lines at the accuracies before training and of a guess."""
   style(axes, 'After training: a dot for each seed, a bar for the mean', ylabel='accuracy')
   at = {}
   for arm in arms:
@@ -72,9 +72,10 @@ def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> N
     several = [each for each in methods if f'{each}@{number}' in arms or (not number and each in arms)]
     at[arm] = places.index(number) + 0.8 * ((several.index(method) + 0.5) / len(several) - 0.5)
     draw_seeds(axes, at[arm], [float(np.mean(found['scores'])) for found in records[arm].values()], colours[method], bar=9)
-  before = np.mean([found['before'] for of in records.values() for found in of.values()])
-  axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
-  axes.text(1.005, float(before), 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, va='center')
+  before = float(np.mean([found['before'] for of in records.values() for found in of.values()]))
+  for accuracy, text in ((before, 'before'), *([(chance, 'a guess')] if chance else [])):
+    axes.axhline(accuracy, color=GREY, linewidth=1, linestyle='--')
+    axes.text(1.005, accuracy, text, transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, va='center')
   ticks = at if places == [''] else {place or 'reference': i for i, place in enumerate(places)}
   axes.set(xticks=[*ticks.values()], xticklabels=[*ticks], ylim=(-0.02, 1.02))
 

@@ -3,11 +3,11 @@
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from claims.experiment import ACCURACY, REWARD, Claim, Experiment, Records, find
+from claims.experiment import ACCURACY, ALL, BEFORE, OWN, REWARD, Claim, Comparison, Experiment, Records, find
 from claims.verdict import judged, values
 from common import RESULTS, ROOT
 
@@ -15,28 +15,48 @@ PAGE = ROOT / 'docs' / 'claims.md'
 INTRODUCTION = """# The papers' claims
 
 Which claims of the papers hold for small models? `python benchmarks/claims --page` writes this page from the committed results.
+A verdict is about these small models: it does not say that a paper is wrong about large ones.
 
-An experiment fixes its arms, seeds, thresholds and measures before it runs (`benchmarks/claims/experiments/`). In
-`sparse_rl_phases`, `fp8_rl`, `fp8_key_bias` and `environments` they were chosen with pilot runs of another seed. No verdict uses
-these runs, and they are not saved.
-Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems, sampled at
-temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from which training
-begins) and the same problems.
+**Plans.** An experiment (`benchmarks/claims/experiments/`) fixes its arms, seeds, thresholds and measures before it runs. An
+arm is one combination of settings. In `sparse_rl_phases`, `sparse_rl_snapkv_176`, `fp8_rl`, `fp8_key_bias`, `environments` and
+`staleness`, thresholds or settings were chosen with pilot runs of seeds that no verdict uses. Pilots are not saved.
+`sparse_rl_phases` had an earlier plan, of which eleven runs were seen ([below](#sparse_rl_phases)).
 
-Intervals have a confidence level of 95 %. They cover the variation over seeds and problems, but not over warm starts. There are
-two warm starts. A claim is decided only if the mean over the seeds of each warm start is on the same side of the threshold.
+**Measures.** Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems,
+sampled at temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from
+which training begins) and the same problems. There are two warm starts.
 
-A claim **holds** if the whole interval is above its threshold, and **does not hold** if the whole interval is below it. Otherwise
-the experiment **cannot tell**. No claim is decided before all seeds have run. Intervals are not corrected for multiple
-comparisons. If forty true differences equalled their thresholds, about two claims would be decided by chance. A verdict is about
-these small models: it does not say that a paper is wrong about large ones.
+**Verdicts.** A claim **holds** if the whole interval of 95 % is above its threshold, and **does not hold** if the whole
+interval is below it. Otherwise the experiment **cannot tell**. It also cannot tell before all seeds have run, and if the seeds
+of the two warm starts have their means on different sides of the threshold. Where a paper calls two arms equal, the first one
+may lose up to 0.05 here; the tables say what share of the accuracy it keeps.
 
-In the tables `before` is the model before training, and `at the start` and `at the end` are means over the first and the last
-fifth of the steps. `k3` is the estimator r - 1 - log r of the KL divergence between learner and sampler, in nats per token.
+**What the intervals leave out.** They cover other seeds, and those of an accuracy also other problems, but not other warm
+starts. They take the seeds to be normally distributed. Where one run in seven collapses, eight seeds often have no such run, or
+one that widens the interval to both sides; the tables of means give the lowest seed. No interval is corrected for the number of
+claims. With so many, a few of the verdicts are probably chance.
 
-The problems are running totals, except in `environments`. The prompt has 20 to 40 digits, and the answer gives the total after
-each of them, modulo 10. A token is a byte. Before training, the models answer well greedily and poorly if they sample, so most of
-every gain is a sharper distribution ([limits](limits.md#weak-evidence)).
+**Tasks.** The problems are running totals, except in `environments`. The prompt has 20 to 40 digits, and the answer gives the
+total after each of them, modulo 10. A token is a byte. Only the last total is graded, so a guess is right in one case of ten:
+an accuracy of 0.10 means that a policy solves nothing. Before training, the models answer well greedily and poorly if they
+sample, so most of every gain is a sharper distribution ([limits](limits.md#weak-evidence)).
+
+**Words**, beside those of the [glossary](glossary.md):
+
+* `before`: the model before training. `at the start`, `at the end`: means over the first and the last fifth of the steps.
+* `k3` (`rollout_corr/k3_kl`): the mismatch, in nats per token. It is the mean of r - 1 - log r, where r is the probability of a
+  token for the learner divided by that for the sampler.
+* `naive`: no correction. `sparse_rl`: [the correction of Sparse-RL](methods/sparse.md), which rejects a sequence that has a
+  near impossible token (veto) and weights tokens by r. `veto_only`, `reweight_only`: one half of it. `random_veto`: as many
+  sequences are rejected, but at random. `learner_mask`: no correction, but the learner sees only the tokens that the sampler
+  saw. `sparse_rl_code`: the formulas of the released code. R-KV and SnapKV choose which tokens a cache of `cache.budget` tokens
+  keeps.
+* `w8a8`: FP8 linears. `kv8`: an FP8 cache. `tis`: token-level [truncated weights](methods/losses.md). `mis`: tokens whose
+  weight is not in 0.5 to 2 are left out. `alone`: neither. R2 and R3 [replay](methods/fp8.md) the experts of the old policy, or
+  of the sampler.
+* `sparse/accounting_saving`: share of attended tokens that eviction saves. `sparse/bytes_saving`: share of the cache's bytes.
+  `sparse/agreement_p05`: the fifth percentile of the agreement, which is the smaller one of r and 1 / r. `ledger/CAUSE_abs`:
+  mean absolute part of a [cause](methods/ledger.md) in the mismatch, in nats per token.
 
 A run takes one core. Several models in one program would be slower
 ([measured](benchmarks.md#would-several-small-models-in-one-program-train-faster)).
@@ -45,29 +65,30 @@ SIMULATED = """## How much does asynchronous scheduling gain on a simulated clus
 
 The decode speed of the simulated cluster depends on the batch. A gain is the mean over 16 draws of lengths and latencies. The
 split into GPUs that generate and GPUs that train is the best one on other draws.
-[Benchmarks](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has the assumptions, the pictures and the samples
-that each arm drops. The gain of [queue scheduling](benchmarks.md#what-does-queue-scheduling-gain) was also measured, with one
-engine.
+[Benchmarks](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has the assumptions, the pictures and the
+samples that each arm drops. The gain of [queue scheduling](benchmarks.md#what-does-queue-scheduling-gain) was also measured,
+with one engine.
 
 A claim **holds** if the whole interval of the simulated gain is above the published gain. Where several numbers of GPUs were
-simulated, the table has the one with the largest gain, which favours the paper: it is chosen after the fact, so its interval is
-too narrow. Most of the published gains are [second-hand](methods/async.md#published-numbers). The arms:
+simulated, the table has all of them, with a verdict each. The published gain of running ahead is one that a cluster can have
+"up to", so it is compared at the number of GPUs with the largest gain on the other draws. Most of the published gains are
+[second-hand](methods/async.md#published-numbers). The arms:
 
 * `rlvr`: 64 prompts with 8 samples each. `groups` keeps the slots of a prompt until its longest sample ends. `continuous`
   schedules each sample alone: this is queue scheduling. `spare` starts 16 more prompts than needed; the published run starts 16
-  more than 8. `alpha = 2, best` runs ahead. No arm waits for whole batches, which is the baseline of the published 2.16 of queue
-  scheduling.
-* `environments` (rollouts only) and `agentic` (with training): 32 groups of 8 conversations, `32 x 8`. `barrier a turn` waits for
-  all conversations after each turn. `environment-level` does not wait. `alpha = 1` also runs ahead of the training. `36 x 9` and
-  `redundant` start more conversations than they need, and use the first 32 x 8 that finish. With `1% slow`, one episode in a
-  hundred is ten times as slow (assumed).
+  more than 8. `alpha = 2, best` runs ahead. No arm waits for whole batches, which is the baseline of the published 2.16 of
+  queue scheduling.
+* `environments` (rollouts only) and `agentic` (with training): 32 groups of 8 conversations, `32 x 8`. `barrier a turn` waits
+  for all conversations after each turn. `environment-level` does not wait. `alpha = 1` also runs ahead of the training. `36 x
+  9` and `redundant` start more conversations than they need, and use the first 32 x 8 that finish. With `1% slow`, one episode
+  in a hundred is ten times as slow (assumed).
 
 Likely reasons for the claims that do not hold:
 
 * `continuous` over `groups`: 8 and more GPUs have a slot for each of the 512 samples, so no sample waits for a group. The
   published baseline is not known, and may be slower than `groups`.
-* Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With `1%
-  slow`, which is an assumption, the gain is above the published one.
+* Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With
+  `1% slow`, which is an assumption, the gain is above the published one.
 * Environment-level asynchrony gains more with more turns. The published number of turns is not known. With `1% slow`, both arms
   wait for the slowest episode, so there is less to gain without running ahead.
 
@@ -75,7 +96,8 @@ Likely reasons for the claims that do not hold:
 
 `python benchmarks/cluster_simulation.py --save`; [result](../benchmarks/results/cluster_simulation.json).
 """
-OVERVIEW = '| Experiment | Claims | Hold | Do not hold | Cannot tell | Runs |\n|---|---|---|---|---|---|'
+OVERVIEW = """| Experiment | Claims of papers: hold | do not hold | cannot tell | Other claims: hold | Runs |
+|---|---|---|---|---|---|"""
 TABLE = '| Claim | Paper | Needs | Found | Verdict |\n|---|---|---|---|---|'
 GAINS = '| Claim | Paper | Here | Verdict |\n|---|---|---|---|'
 
@@ -107,20 +129,29 @@ def waits(experiment: Experiment) -> str:
 
 
 def summary(experiment: Experiment, records: Records) -> str:
-  """Return the line of an experiment in the overview: how many of its claims have each verdict, and how many runs there are."""
+  """Return the line of an experiment in the overview: how many claims have each verdict, and how many runs there are.
+
+  Other claims are those of no paper, and that training improves a policy at all.
+  """
+  theirs = [claim.paper not in (ALL, OWN) for claim in experiment.claims]
   verdicts = [judged(claim, experiment, records)[0]['verdict'] for claim in experiment.claims]
-  counts = [str(verdicts.count(each)) for each in ('holds', 'does not hold', 'cannot tell')]
+  counts = [
+    str(sum(of_paper for of_paper, verdict in zip(theirs, verdicts) if verdict == each))
+    for each in ('holds', 'does not hold', 'cannot tell')
+  ]
+  others = [verdict == 'holds' for of_paper, verdict in zip(theirs, verdicts) if not of_paper]
   runs = f'{sum(map(len, records.values()))} of {len(experiment.runs)}'
-  return f'| [{experiment.question}](#{experiment.name}) | {len(verdicts)} | {" | ".join(counts)} | {runs} |'
+  return f'| [{experiment.question}](#{experiment.name}) | {" | ".join(counts)} | {sum(others)} of {len(others)} | {runs} |'
 
 
 def line(claim: Claim, experiment: Experiment, records: Records) -> str:
   """Return a claim's line of the table. A claim with several comparisons has a line in the cell for each."""
   rows = judged(claim, experiment, records)
   needs = '<br>'.join(f'{row["comparison"]} > {row["above"]:+g}' for row in rows)
+  shown = [found(row) + kept(each, records) for row, each in zip(rows, claim.comparisons)]
   theirs = claim.paper if claim.theirs == '-' else f'{claim.theirs} ({claim.paper})'
   verdict = f'**{rows[0]["verdict"]}**' + ', as the paper expects' * (claim.expected and rows[0]['verdict'] == 'does not hold')
-  return f'| {claim.statement} | {theirs} | {needs} | {"<br>".join(map(found, rows))} | {verdict} |'
+  return f'| {claim.statement} | {theirs} | {needs} | {"<br>".join(shown)} | {verdict} |'
 
 
 def found(row: Mapping[str, Any]) -> str:
@@ -137,22 +168,36 @@ def found(row: Mapping[str, Any]) -> str:
   return f'{mean} ({low} to {high}; {row["seeds"]} seeds; by warm start {", ".join(parts)})'
 
 
+def kept(each: Comparison, records: Records) -> str:
+  """Return the accuracy of an arm as a share of that of another one, for a claim that both are equal; else ''."""
+  if each.above >= 0 or BEFORE in (each.arm, each.against) or each.measures != (ACCURACY, ACCURACY):
+    return ''
+  both = records.get(each.arm, {}).keys() & records.get(each.against, {}).keys()
+  ours, theirs = (np.mean([records[arm][seed]['scores'] for seed in both]) if both else 0.0 for arm in (each.arm, each.against))
+  return f', which is {100 * ours / theirs:.0f} % of `{each.against}`' if theirs else ''
+
+
 def simulated() -> list[str]:
-  """Return a line of the table for each comparison of the simulation with a published gain."""
-  rows = json.loads((RESULTS / 'cluster_simulation.json').read_text())['rows']
-  best = {}
-  for row in rows:
-    name = row['experiment'], row['arm'], row['against']
-    if row['verdict'] and row['published'] != 1 and row['gain'] > best.get(name, row | {'gain': 0})['gain']:
-      best[name] = row
+  """Return a line of the table for each comparison of the simulation with a published gain, with all numbers of GPUs."""
+  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+  for row in json.loads((RESULTS / 'cluster_simulation.json').read_text())['rows']:
+    if row['verdict'] and row['published'] != 1:
+      groups.setdefault((row['experiment'], row['arm'], row['against']), []).append(row)
   lines = []
-  for row in best.values():
-    statement = f'{row["experiment"]}: the gain of `{row["arm"]}` over `{row["against"]}` is above the published one'
-    ours = f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs'
-    if row['dropped'] is not None:
-      ours += f'; drops {100 * row["dropped"]:.0f} % of the samples; the others are {-100 * row["bias"]:.0f} % shorter than all'
-    lines.append(f'| {statement} | {row["published"]:.3g} (ROLL Flash) | {ours} | **{row["verdict"]}** |')
+  for (experiment, arm, against), rows in groups.items():
+    statement = f'{experiment}: the gain of `{arm}` over `{against}` is above the published one'
+    theirs = f'{rows[0]["published"]:.3g} (ROLL Flash)'
+    verdicts = '<br>'.join(f'**{row["verdict"]}**' for row in rows)
+    lines.append(f'| {statement} | {theirs} | {"<br>".join(map(gain, rows))} | {verdicts} |')
   return lines
+
+
+def gain(row: Mapping[str, Any]) -> str:
+  """Return a simulated gain as text."""
+  text = f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs'
+  if row['dropped'] is None:
+    return text
+  return f'{text}; drops {100 * row["dropped"]:.0f} % of the samples; the others are {-100 * row["bias"]:.0f} % shorter than all'
 
 
 def arms(experiment: Experiment) -> str:
@@ -178,10 +223,11 @@ def before(experiment: Experiment, records: Records) -> list[str]:
 def means(experiment: Experiment, records: Records) -> str:
   """Return what the arms measured, as a folded table: the accuracy and each series, with means for each warm start."""
   names = (ACCURACY, REWARD, *experiment.series)
-  rows = [f'<tr>{"".join(f"<th>{name}</th>" for name in ("arm", *names))}</tr>']
+  rows = [_row('th', ('arm', ACCURACY, 'lowest seed', *names[1:]))]
   for arm, of_arm in records.items():
-    cells = (_by_start(of_arm, name, len(experiment.task.warm)) for name in names)
-    rows.append(f'<tr><td><code>{arm}</code></td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    first, *cells = (_by_start(of_arm, name, len(experiment.task.warm)) for name in names)
+    lowest = min(np.mean(found['scores']) for found in of_arm.values())
+    rows.append(_row('td', (f'<code>{arm}</code>', first, f'{lowest:.3g}', *cells)))
   summary = 'Means of the runs: accuracy after training, and series over the steps; a number for each warm start'
   return '\n'.join([f'<details><summary>{summary}</summary><table>', *rows, '</table></details>\n'])
 
@@ -194,6 +240,23 @@ def _by_start(of_arm: Mapping[int, Mapping[str, Any]], name: str, starts: int) -
   return ' / '.join(parts)
 
 
+def _row(cell: str, texts: Iterable[str]) -> str:
+  return f'<tr>{"".join(f"<{cell}>{text}</{cell}>" for text in texts)}</tr>'
+
+
+def versions(records: Records) -> str:
+  """Return how many commits of sprl made the runs, and which seeds have arms of several."""
+  of_seeds: dict[int, set[str]] = {}
+  for of_arm in records.values():
+    for seed, found in of_arm.items():
+      of_seeds.setdefault(seed, set()).add(found['commit'])
+  commits, mixed = set().union(*of_seeds.values()), [str(seed) for seed, of in sorted(of_seeds.items()) if len(of) > 1]
+  if len(commits) < 2:
+    return ''
+  several = f' (arms of seed{"s" * (len(mixed) > 1)} {", ".join(mixed)} at different ones)' if mixed else ''
+  return f', at {len(commits)} commits of sprl{several}'
+
+
 def _settings(changes: Mapping[str, Any]) -> str:
   return ', '.join(f'{key} = {html.escape(str(value))}' for key, value in changes.items()) or 'the defaults'
 
@@ -202,13 +265,13 @@ def section(experiment: Experiment, records: Records) -> str:
   """Return the section of an experiment: question, design, note, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
   missing = len(experiment.runs) - len(runs)
-  machines, commits = (sorted({found[name] for found in runs}) for name in ('machine', 'commit'))
+  machines = sorted({found['machine'] for found in runs})
   lines = [
     f'## {experiment.name}\n',
     f'**{experiment.question}**\n',
     f'{experiment.task.sentence}. {len(experiment.arms)} arms, {experiment.seeds} seeds, {experiment.steps} steps; '
     f'{len(runs)} runs on {", ".join(machines)}'
-    + (f', at {len(commits)} commits of sprl' if len(commits) > 1 else '')
+    + versions(records)
     + (f'; {missing} runs are missing' if missing else '')
     + '.\n',
     *before(experiment, records),

@@ -69,6 +69,7 @@ def _totals(name: str, model: str) -> Task:
     write=partial(write_problems, train=TRAIN, test=TEST, seed=0, slips=SLIPS),
     warm=_warm(name),
     settings=SETTINGS,
+    chance=0.1,
     final=FINAL,
   )
 
@@ -100,6 +101,7 @@ DICTATION = Task(
     'packing.row_tokens': 208,
     'eval.samples': 1,
   },
+  chance=0.1,
   final=FINAL,
 )
 TASKS = (TOTALS, LARGER, BIASED, MIXTURE, DICTATION)

@@ -16,7 +16,7 @@ from sprl.cache.scales import Scales
 from sprl.config import Run
 from sprl.rollout.episodes import graded
 from sprl.rollout.setup import GRADING_MEMORY_GB
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.tasks import graders
 from sprl.tasks.grader_pool import GraderPool, Group, grader_pool
 from sprl.tasks.problems import Problem

@@ -18,7 +18,8 @@ from sprl.rollout.prompts import OffsetSource, prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import EvalSet, on_all_processes
 from sprl.sampler import calibrate
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import SamplerWeights, same_weights
 from sprl.types import Trajectory, sequences
 

@@ -27,7 +27,9 @@ from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.interfaces import EngineLike, WorkersLike
 from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, different, prompts, seeds, shuffled
-from sprl.sampler.engine import Engine, EngineConfig, Usage
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
+from sprl.sampler.running import Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings

@@ -12,7 +12,7 @@ import numpy as np
 
 from sprl.sampler import decode
 from sprl.sampler.buckets import bucket
-from sprl.sampler.engine import EngineConfig, arguments_of_empty_rows, sharding_of, sharding_of_rows
+from sprl.sampler.engine_config import EngineConfig, arguments_of_empty_rows, sharding_of, sharding_of_rows
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.transfer import home
 
@@ -42,7 +42,7 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequenc
 
 
 def _empty_rows(config, weights):
-  """Shapes, dtypes and shardings of `engine.empty_rows`."""
+  """Shapes, dtypes and shardings of `engine_config.empty_rows`."""
   with jax.default_device(home(sharding_of(weights))):
     empty = outputs(decode.empty_state.on(config.mesh), *arguments_of_empty_rows(config, weights))
   place = sharding_of_rows(config, weights)

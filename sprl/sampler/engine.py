@@ -24,186 +24,26 @@ the kept caches.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Int
 
 from sprl.cache.layer import NEVER
-from sprl.cache.layout import CacheLayout
-from sprl.config import Sampling, SettingsError
-from sprl.kernels.support import Format, record_format
-from sprl.models import transformer
-from sprl.models.config import ModelConfig
 from sprl.sampler import decode
-from sprl.sampler.buckets import SMALLEST, bucket, doubling, padded, prompt_buckets
+from sprl.sampler.buckets import bucket, padded
+from sprl.sampler.engine_config import EngineConfig, empty_rows
 from sprl.sampler.kept import Ended, KeptCaches
+from sprl.sampler.running import Chunk, Row, Usage
 from sprl.sampler.stop_strings import StopStrings
 from sprl.sampler.weights import SamplerWeights
-from sprl.sharding.rules import row_shards
-from sprl.sharding.transfer import fetch, home
+from sprl.sharding.transfer import fetch
 from sprl.types import NOTHING, Completion, Request, Trajectory
 
 type Text = tuple[bytes, bytes]  # the tokens of a request's prompt, and its given tokens, as int32
 
 POLL = 2e-4  # seconds between two checks whether a chunk is over
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-  """The parts of an engine that do not change during a run."""
-
-  model: ModelConfig
-  sampling: Sampling
-  layout: CacheLayout
-  rows: int  # sequences that decode side by side
-  prefill: int  # distinct prompts of a prefill; a prefill of one prompt is compiled too
-  seed: int
-  stop_ids: tuple[int, ...]
-  text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings (`StopStrings`)
-  mesh: Mesh | None = None  # of the weights; None: one device
-  record_support: bool = False  # record the tokens that top-k, top-p and min-p keep; training under such filters needs it
-  fixed_chunks: bool = False  # all chunks have the same number of steps (`decode.decode`); for GPUs
-
-  @cached_property
-  def graphdef(self):
-    """The network without weights."""
-    return transformer.graph(self.model)
-
-  @cached_property
-  def support(self) -> Format | None:
-    """The form of the recorded supports; None if none are recorded. Raises SettingsError if a record would be too large."""
-    return record_format(self.sampling, self.model.vocab_size) if self.record_support else None
-
-  @property
-  def in_flight(self) -> int:
-    """How many chunks may be in the devices' queue.
-
-    One if the engine fetches evictions or experts from the state, because that waits for all chunks in the queue.
-    """
-    return 2 if self.fixed_chunks and not (self.layout.record or self.layout.routes) else 1
-
-  @cached_property
-  def buckets(self) -> tuple[int, ...]:
-    """The padded lengths that prefill is compiled for.
-
-    A dense cache reads given tokens together with the prompt, so it needs buckets beyond the longest prompt.
-    """
-    prompts = prompt_buckets(self.sampling)
-    return prompts if self.layout.sparse else (*prompts, *doubling(2 * prompts[-1], self.layout.positions))
-
-  @cached_property
-  def reply_buckets(self) -> tuple[int, ...]:
-    """The padded numbers of tokens that are read behind a kept cache."""
-    return doubling(SMALLEST, self.sampling.max_tokens)
-
-  @cached_property
-  def kept_caches(self) -> int:
-    """The most caches that are kept for later requests, a whole number for each part of the rows on the mesh."""
-    asked = self.rows if self.sampling.kept_caches is None else self.sampling.kept_caches
-    return asked + -asked % (1 if self.mesh is None else row_shards(self.mesh))
-
-  def check(self, request: Request) -> None:
-    """Raise SettingsError if the prompt is empty or longer than the last bucket, or if the completion may be too long."""
-    longest, most = prompt_buckets(self.sampling)[-1], self.sampling.max_tokens
-    if not 0 < len(request.prompt) <= longest:
-      raise SettingsError(
-        f'config.sampling.max_prompt = {longest}: request {request.uid} has a prompt of {len(request.prompt)} tokens; '
-        f'expected 1 to {longest}. Raise the setting or leave out such problems'
-      )
-    if len(request.given) + request.max_tokens > most:
-      behind = f' after {len(request.given)} given tokens' if len(request.given) else ''
-      raise SettingsError(
-        f'config.sampling.max_tokens = {most}: request {request.uid} asks for {request.max_tokens} tokens{behind}; '
-        f'expected at most {most} together. Raise the setting or ask for fewer'
-      )
-
-
-@dataclass
-class _Row:
-  """A running request and the tokens that the host has seen of it."""
-
-  request: Request
-  first: int  # version of the weights that draw its first token; those of its first chunk may be newer
-  tokens: list[int] = field(default_factory=list)
-  logp: list[float] = field(default_factory=list)
-  version: list[int] = field(default_factory=list)
-  attended: list[int] = field(default_factory=list)
-  support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
-  saturated: int = 0
-  saturated_queries: int = 0
-  prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
-  aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
-
-  def record(self, news: Mapping[str, np.ndarray], i: int, version: int) -> int:
-    """Append what row i drew in a chunk with the weights of `version`. Returns the number of new tokens."""
-    before = len(self.tokens)
-    new = int(news['count'][i]) - before
-    self.tokens += news['tokens'][i, :new].tolist()
-    self.logp += news['logp'][i, :new].tolist()
-    self.attended += news['attended'][i, :new].tolist()
-    self.version += [version if before or k else self.first for k in range(new)]
-    self.saturated, self.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
-    if 'support' in news:
-      self.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
-    return new
-
-
-@dataclass
-class _Chunk:
-  """A chunk of decode steps in the devices' queue."""
-
-  news: dict[str, jax.Array]  # what `decode.news_since` returns after it
-  rows: list[_Row | None]  # the requests of the rows when it was started
-  version: int  # of its weights
-  launched: float  # when it was started
-  over: float | None = None  # when it was found to be over
-
-  @property
-  def ready(self) -> bool:
-    """Whether it is over."""
-    if self.over is None and all(x.is_ready() for x in self.news.values()):  # pyright: ignore[reportAttributeAccessIssue]
-      self.over = time.perf_counter()
-    return self.over is not None
-
-
-@dataclass
-class Usage:
-  """Counts and times of an engine since its `usage` was last replaced."""
-
-  chunks: int = 0
-  steps: int = 0  # decode steps; a step of all rows counts once
-  tokens: int = 0  # drawn in decode steps
-  prefills: int = 0
-  read: int = 0  # tokens of prompts and given tokens that were read
-  prefix_hits: int = 0  # requests that went on from a kept cache
-  prefix_misses: int = 0  # requests whose kept cache was gone, or held other tokens
-  prefix_tokens: int = 0  # tokens of kept caches that were not read again
-  waited: float = 0.0  # seconds in which the devices had a chunk to work on
-  busy: float = 0.0  # seconds with work to do, until the end of the last `collect`
-
-  def metrics(self, rows: int) -> dict[str, float]:
-    """Return the share of row-steps that drew a token, and counts of chunks, prefills, and tokens read and not read again."""
-    return {
-      'engine/occupancy': self.tokens / max(self.steps * rows, 1),
-      'engine/chunks': float(self.chunks),
-      'engine/prefills': float(self.prefills),
-      'engine/read_tokens': float(self.read),
-      'engine/prefix_hits': float(self.prefix_hits),
-      'engine/prefix_misses': float(self.prefix_misses),
-      'engine/prefix_tokens': float(self.prefix_tokens),
-    }
-
-  @property
-  def host_overhead(self) -> float:
-    """Share of the time in which the devices waited for the host. A lower bound: a chunk counts until the host sees its end."""
-    return 1 - self.waited / self.busy if self.busy else 0.0
 
 
 class Engine:
@@ -219,11 +59,11 @@ class Engine:
     self._waiting: deque[Request] = deque()
     # The last prefill under these weights: the index of each text, the prompts, the batch's shape.
     self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
-    self._rows: list[_Row | None] = [None] * config.rows
+    self._rows: list[Row | None] = [None] * config.rows
     self._kept = KeptCaches(config.layout, config.kept_caches, config.mesh)
     self._stop = StopStrings(config.sampling.stop, config.text) if config.sampling.stop else None
     self._state: decode.DecodeState | None = None  # created by the first dispatch
-    self._chunks: deque[_Chunk] = deque()  # in the devices' queue, the oldest first
+    self._chunks: deque[Chunk] = deque()  # in the devices' queue, the oldest first
     self._finished: list[Completion] = []  # ended in chunks that `swap` or `unload` collected; for the next `collect`
     self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
     self._idle = 0.0  # when the devices finished the last chunk that was collected
@@ -257,7 +97,7 @@ class Engine:
         routes = None if self._chunks else self._routes(i, row.request.start + len(row.tokens))
         aborted.append(self._completion(row, 'abort', routes=routes))
         row.aborted = gone[i] = True
-    aborted += [self._completion(_Row(request, self.version), 'abort') for request in self._waiting if request.uid in wanted]
+    aborted += [self._completion(Row(request, self.version), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
     free = gone & [all(chunk.rows[i] is not row for chunk in self._chunks) for i, row in enumerate(self._rows)]
     self._rows = [None if left else row for left, row in zip(free, self._rows)]
@@ -328,7 +168,7 @@ class Engine:
     )
     since = known if before is None else before.news['count']
     news = news_since(self._state, since, np.where(goes_on, -1, known).astype(np.int32), sampling.chunk + 1)
-    self._chunks.append(_Chunk(news, list(self._rows), self.version, time.perf_counter()))
+    self._chunks.append(Chunk(news, list(self._rows), self.version, time.perf_counter()))
 
   @property
   def ready(self) -> bool:
@@ -357,7 +197,7 @@ class Engine:
     while self._chunks:
       self._finished += self._collect_chunk(self._chunks.popleft())
 
-  def _collect_chunk(self, chunk: _Chunk) -> list[Completion]:
+  def _collect_chunk(self, chunk: Chunk) -> list[Completion]:
     """Wait for a chunk and record its tokens. Returns the requests that ended, whose rows are free and whose caches are kept."""
     news = self._fetch_news(chunk)
     finished, drawn, to_keep = [], [0], []
@@ -382,7 +222,7 @@ class Engine:
     self.usage.tokens += sum(drawn)
     return finished
 
-  def _fetch_news(self, chunk: _Chunk) -> dict[str, np.ndarray]:
+  def _fetch_news(self, chunk: Chunk) -> dict[str, np.ndarray]:
     """Wait for a chunk and return its `news`. Counts the time in which the devices had a chunk to work on."""
     news = fetch(chunk.news)
     over = chunk.over or time.perf_counter()
@@ -390,7 +230,7 @@ class Engine:
     self._idle = over
     return news
 
-  def _ended(self, i: int, row: _Row, new: int, done: bool) -> Completion | None:
+  def _ended(self, i: int, row: Row, new: int, done: bool) -> Completion | None:
     """Return the completion of row i if it is done or its `new` last tokens end a stop string; None if it goes on."""
     cut = self._stop_string(row, new)
     if cut is None and not done:
@@ -400,7 +240,7 @@ class Engine:
     records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
     return self._completion(row, 'stop' if stop else 'length', n, *records)
 
-  def _may_keep(self, row: _Row, n: int, done: bool) -> bool:
+  def _may_keep(self, row: Row, n: int, done: bool) -> bool:
     """Whether the cache of a row that ended after token n is to be kept, and still has all tokens before that one.
 
     A row that is not done goes on in the next chunk.
@@ -492,7 +332,7 @@ class Engine:
     new = decode.NewRows(np.full(B, -1, np.int32), *np.zeros((3, B), np.int32))
     free = [i for i, row in enumerate(self._rows) if row is None]
     for row, (parent, request) in zip(free, starts):
-      self._rows[row], new.parent[row] = _Row(request, self.version, prefilled=prefilled), parent
+      self._rows[row], new.parent[row] = Row(request, self.version, prefilled=prefilled), parent
       new.uid[row], new.attempt[row], new.limit[row] = request.uid, request.attempt, request.max_tokens
     assert self._state is not None
     insert = decode.insert.on(config.mesh)
@@ -522,7 +362,7 @@ class Engine:
     routes = None if self._state is None else self._state.routes
     return None if routes is None else fetch(routes[row])[:tokens].copy()  # a view would keep all positions of the row alive
 
-  def _completion(self, row: _Row, finish: str, n: int | None = None, evicted=None, routes=None) -> Completion:
+  def _completion(self, row: Row, finish: str, n: int | None = None, evicted=None, routes=None) -> Completion:
     """Return the first `n` tokens of a row, by default all, with their records."""
     form, support = self.config.support, row.support[:n]
     return Completion(
@@ -540,44 +380,13 @@ class Engine:
       prefilled=row.prefilled,
     )
 
-  def _stop_string(self, row: _Row, new: int) -> int | None:
+  def _stop_string(self, row: Row, new: int) -> int | None:
     """Return the number of the row's tokens up to the end of the first stop string; None if its `new` last tokens end none."""
     if self._stop is None:
       return None
     earlier = row.request.given[len(row.request.given) - row.request.resumed :].tolist()
     cut = self._stop.cut(earlier + row.tokens, new)
     return None if cut is None else cut - len(earlier)
-
-
-def empty_rows(config: EngineConfig, weights: SamplerWeights) -> decode.DecodeState:
-  """Return the state of an engine's rows before the first request, on the devices of the weights."""
-  with jax.default_device(home(sharding_of(weights))):
-    empty = decode.empty_state.on(config.mesh)(*arguments_of_empty_rows(config, weights))
-  place = sharding_of_rows(config, weights)
-  return empty if place is None else jax.device_put(empty, place)
-
-
-def arguments_of_empty_rows(config: EngineConfig, weights: SamplerWeights) -> tuple[Any, ...]:
-  """Return the arguments of `decode.empty_state`."""
-  form, sampling = config.support, config.sampling
-  recorded = () if form is None else (form, sampling.chunk)
-  return config.layout, weights, config.rows, sampling.max_tokens, jax.random.key(config.seed), *recorded
-
-
-def sharding_of(weights: SamplerWeights) -> Sharding:
-  """Return the sharding of one array of the weights; all are on the same devices."""
-  return jax.tree.leaves(weights.params)[0].sharding
-
-
-def sharding_of_rows(config: EngineConfig, weights: SamplerWeights) -> Sharding | None:
-  """Return the sharding of the state's arrays on one device; None: `decode.empty_state` has split them over the mesh.
-
-  A program compiles again for another form of sharding, and all later states have the form of the weights.
-  """
-  if config.mesh is not None and config.mesh.size > 1:
-    return None
-  theirs = sharding_of(weights)
-  return NamedSharding(theirs.mesh, PartitionSpec()) if isinstance(theirs, NamedSharding) else theirs
 
 
 def generate(config: EngineConfig, weights: SamplerWeights, requests: Sequence[Request], version: int = 0) -> list[Trajectory]:

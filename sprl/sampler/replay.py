@@ -26,7 +26,7 @@ from sprl.config import Sampling
 from sprl.sampler.buckets import bucket, padded, prompt_buckets
 from sprl.sampler.decode import Prompts, decode_step, empty_cache, logits, prefill
 from sprl.sampler.draw import logp_of
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, shard
 from sprl.sharding.transfer import fetch

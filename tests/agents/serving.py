@@ -17,7 +17,8 @@ from sprl.agents.server import ServerThread
 from sprl.cache.layout import cache_layout
 from sprl.config import UNQUANTISED, Cache, Sampling
 from sprl.io.tokenizer import Tokenizer
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 
 ROWS = 4

@@ -18,7 +18,8 @@ from sprl.learner.state import TrainState
 from sprl.model import Model
 from sprl.models import transformer
 from sprl.rollout import collect
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sharding.mesh import make_mesh
 from sprl.types import Request
 

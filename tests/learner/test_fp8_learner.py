@@ -24,7 +24,8 @@ from sprl.models.config import tiny
 from sprl.models.lora import Base, init_adapters
 from sprl.quant.block import BlockScaled, Emulated
 from sprl.quant.joined import apart
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import quantised_linears, sampler_weights
 from sprl.types import Request
 

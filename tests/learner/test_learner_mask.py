@@ -19,7 +19,8 @@ from sprl.learner.state import TrainState
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
 from sprl.models.attention import EvictedAttention, PackedAttention
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 

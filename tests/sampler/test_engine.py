@@ -100,6 +100,15 @@ def uninterrupted(memory='dense'):
   return run(engine_of(memory, requests(group=3 if memory == 'dense' else 2)))
 
 
+@cache
+def same_prefill(memory):
+  """Return completions of the requests of `begun_engine` without interruption.
+
+  A prefill of another number of prompts may round differently.
+  """
+  return run(engine_of(memory, requests()))
+
+
 # --- abort, continue, swap ---------------------------------------------------------------------------------------------
 
 
@@ -141,7 +150,8 @@ def test_swapping_in_the_same_weights_changes_no_bit():
   for memory in ('dense', 'sparse'):
     engine = begun_engine(memory)
     engine.swap(sampler_weights(network()[1], jnp.dtype('float32')), 0)
-    assert not differing(run(engine), memory, atol=0)
+    expected = same_prefill(memory)
+    assert all(alike(found, expected[uid], atol=0) for uid, found in run(engine).items())
 
 
 @SOME
@@ -150,7 +160,7 @@ def test_tokens_record_the_version_that_drew_them(memory):
   engine.swap(weights_of(memory, 1), 4)
   changed = 0
   for uid, c in run(engine).items():
-    expected = uninterrupted(memory)[uid]
+    expected = same_prefill(memory)[uid]
     assert c.version.tolist() == [3] * 5 + [4] * (len(c.tokens) - 5)
     np.testing.assert_array_equal(c.tokens[:5], expected.tokens[:5])
     np.testing.assert_allclose(c.logp[:5], expected.logp[:5], atol=1e-6)

@@ -13,7 +13,8 @@ from sprl.config import Cache, Quant, Sampling, SettingsError
 from sprl.models import transformer
 from sprl.sampler import decode
 from sprl.sampler.buckets import prompt_buckets
-from sprl.sampler.engine import Engine, _Row, generate
+from sprl.sampler.engine import Engine, generate
+from sprl.sampler.running import Row
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 
@@ -142,7 +143,7 @@ def test_a_stop_string_is_found_at_any_offset(offset):
     engine_config(), sampling=sampling, text=lambda ids: bytes(i % 256 for i in ids).decode(errors='ignore')
   )
   engine, ids = Engine(config, weights()), [97] * offset + list(stop.encode()) + [98] * 20
-  row = _Row(requests()[0], 0)
+  row = Row(requests()[0], 0)
   for seen in range(1, len(ids), chunk):
     new, row.tokens = seen - len(row.tokens), ids[:seen]
     if (cut := engine._stop_string(row, new)) is not None:
@@ -220,5 +221,5 @@ def test_only_the_completion_itself_may_contain_a_stop_string(given, resumed, ne
   """An earlier turn may end in the stop string. Of the given tokens only the last `resumed` belong to the completion."""
   given, new = (np.array([ord(c) - ord('a') for c in word], np.int32) for word in (given, new))
   engine = Engine(dataclasses.replace(engine_config(), sampling=dataclasses.replace(SAMPLING, stop=('ab',))), weights())
-  row = _Row(dataclasses.replace(requests()[0], given=given, resumed=resumed), 0, tokens=new.tolist())
+  row = Row(dataclasses.replace(requests()[0], given=given, resumed=resumed), 0, tokens=new.tolist())
   assert engine._stop_string(row, len(new)) == cut

@@ -16,7 +16,8 @@ from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 

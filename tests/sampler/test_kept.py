@@ -23,7 +23,8 @@ from sprl.config import Cache, Quant
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.sampler import decode, kept
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import NOTHING, Request
 

@@ -9,7 +9,8 @@ import tiny_engine
 from tiny_engine import SAMPLING, engine_config, requests, weights
 
 from sprl.config import Cache
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 
 CHUNK = SAMPLING.chunk
 DENSE, SPARSE = Cache(), Cache(method='h2o', budget=10, interval=CHUNK, window=3)

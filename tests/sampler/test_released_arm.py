@@ -15,7 +15,8 @@ from sprl.config_reader import resolve
 from sprl.learner.batch import pack, shape
 from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import ratio_bounds
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import LogProbs, Request
 

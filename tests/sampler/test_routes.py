@@ -13,7 +13,8 @@ from sprl.config import DENSE, Cache, Quant, Sampling, Streaming
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
 from sprl.models import transformer
-from sprl.sampler.engine import Engine, EngineConfig, generate
+from sprl.sampler.engine import Engine, generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request, Trajectory
 

@@ -20,7 +20,8 @@ from sprl.config import Cache, Quant, Sampling
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.models import transformer
-from sprl.sampler.engine import Engine, EngineConfig, generate
+from sprl.sampler.engine import Engine, generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import quantised_linears, sampler_weights
 from sprl.types import Request

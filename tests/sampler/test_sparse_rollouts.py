@@ -29,7 +29,8 @@ from sprl.models.attention import EvictedAttention, PackedAttention
 from sprl.models.config import ModelConfig
 from sprl.sampler import calibrate, decode
 from sprl.sampler import replay as replays
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.rules import OnMesh

@@ -10,7 +10,7 @@ import small
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import from_amax, with_margin
 from sprl.config import UNQUANTISED, Cache, Sampling
-from sprl.sampler.engine import EngineConfig
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 

@@ -27,7 +27,8 @@ from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
 from sprl.presets import ARMS
 from sprl.sampler import calibrate, decode
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import generate
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights, self_check
 from sprl.sharding.mesh import make_mesh
 from sprl.sharding.rules import row_shards, shardings

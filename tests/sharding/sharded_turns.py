@@ -14,7 +14,8 @@ from sprl.cache.scales import from_amax, with_margin
 from sprl.config import Cache, Mesh, Quant, Sampling
 from sprl.models import transformer
 from sprl.sampler import decode, kept
-from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.mesh import make_mesh
 from sprl.sharding.rules import shardings

@@ -7,8 +7,6 @@ until all end. `replication` schedules each sample alone, which is continuous ba
 Time: as in gpu_sparse_rl, half an hour a run.
 """
 
-import math
-
 from claims.experiment import REWARD, Claim, Comparison, Experiment, time_to
 from claims.gpu_tasks import GSM8K
 
@@ -39,8 +37,8 @@ EXPERIMENT = Experiment(
           (Comparison('replication', 'redundant', 0.0, TO_SCORE),)),
     Claim('Redundant groups do not shorten the answers by more than 10 tokens.', 'not in the paper', '-',
           (Comparison('redundant', 'replication', -10.0, LENGTH),)),
-    Claim('Running ahead halves the time to a score.', 'ROLL Flash', 'up to 2.24 times as fast, with GPUs of its own',
-          (Comparison('replication', 'ahead', math.log(2), TO_SCORE),)),
+    Claim('Running ahead saves time to a score, though learner and engine take turns on one GPU.', 'ROLL Flash',
+          'up to 2.24 times as fast, with GPUs of its own', (Comparison('replication', 'ahead', 0.0, TO_SCORE),)),
     Claim('Running ahead, and redundant groups, end as accurate as the baseline.', 'ROLL Flash', 'on par',
           (Comparison('ahead', 'replication', -0.03), Comparison('redundant', 'replication', -0.03))),
   ),
