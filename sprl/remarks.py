@@ -29,6 +29,11 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
     )
   if run.steps == 0:
     found.append('config.steps = 0: the run evaluates and saves its first weights, and trains on nothing')
+  if run.steps and run.optimizer.warmup_steps >= (updates := run.steps * run.optimizer.updates):
+    found.append(
+      f'config.optimizer.warmup_steps = {run.optimizer.warmup_steps}: the run has {updates} updates, so it ends before the '
+      'learning rate reaches config.optimizer.learning_rate'
+    )
   if layout.positions > max_positions:
     found.append(
       f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '

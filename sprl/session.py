@@ -38,6 +38,7 @@ from sprl.rollout.staleness import staleness
 from sprl.rollout.timeline import Timeline
 from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
+from sprl.tasks.problems import digest
 from sprl.tasks.prompts import PromptStream
 from sprl.types import Trajectory, sequences
 
@@ -266,7 +267,8 @@ class Session:
     self.state.amax = [found.tolist() for found in self.learner.amax]
     self.state.calibrated_updates = self.learner.calibrated_updates
     score = self.state.after['metrics']['eval/avg@k'] if self.state.after else None
-    self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score)
+    measure = f'{digest(self.state.after.get("how")):08x}' if self.state.after else ''
+    self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score, measure)
     if self.trace is not None:
       self.timeline.write(self.trace)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import Run
+from sprl.io.checkpoint import CheckpointError, best_step
+from sprl.io.config_file import config_differences
 from sprl.io.html_report import partners, write_report
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
@@ -23,15 +25,19 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   """Draw the plots, write report.html, and return the summary as text. Its last line names the report."""
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
-  how = 'greedy' if run.eval.temperature == 0 else f'{k} samples each at temperature {run.eval.temperature:g}'
+  temperature = after['how']['eval']['temperature'] if 'how' in after else run.eval.temperature
+  how = 'greedy' if temperature == 0 else f'{k} samples each at temperature {temperature:g}'
+  score = 'score of the first reward' if len(run.task.rewards) > 1 else 'reward'
   lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
-    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
+    lines.append(f'  {name:7s} {score} {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
+  if changes := config_differences(before.get('how', {}), after.get('how', {}), {}):
+    lines.append(f'  these two do not compare, because evaluations have changed: {"; ".join(changes)}')
   if any(result['metrics']['eval/ungraded'] for result in (before, after)):
     failed = [_failed(result['metrics']) for result in (before, after)]
     lines.append(f'  a reward failed, and counts 0, for {failed[0]} answers before and {failed[1]} after')
-  lines += _more_sets(before, after)
+  lines += _more_sets(before, after, score)
   for title, old, new in _examples(before['samples'], after['samples']):
     question = ' '.join(old['prompt'].split())  # its end is shown, for it may begin with a system message
     lines += [
@@ -48,13 +54,22 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     f'timeline:    {plot_timeline(workdir)}  (trace.json opens in ui.perfetto.dev)',
     f'metrics:     {workdir / "metrics.jsonl"}',
   ]
-  lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
+  lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}{_best(workdir, finished.step)}']
   if run.export:
     lines.append(f'export:      {workdir / "export"}  (a Hugging Face folder)')
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
   lines.append(f'report:      {_html_report(workdir)}  (opens in a browser)')
   return '\n'.join(lines)
+
+
+def _best(workdir: Path, last: int) -> str:
+  """Return which checkpoint has the best score, unless it is that of the last step."""
+  try:
+    step = best_step(workdir / 'checkpoints')
+  except CheckpointError:  # none has a score
+    return ''
+  return '' if step == last else f'  (best score: step {step}; export and evaluate take --step=best)'
 
 
 def _html_report(workdir: Path) -> str:
@@ -66,15 +81,15 @@ def _html_report(workdir: Path) -> str:
     return 'not written'
 
 
-def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-  """Return lines on the other held-out sets: the reward before and after, and a sample after."""
+def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any], score: str) -> list[str]:
+  """Return lines on the other held-out sets: the score, by this name, before and after, and a sample after."""
   lines = []
   for name, result in after.get('sets', {}).items():
     old, new = (found['metrics'].get(f'eval/{name}/avg@k', float('nan')) for found in (before, after))
     count = int(after['metrics'][f'eval/{name}/problems'])
     lines += [
       '',
-      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after ({_interval(after["metrics"], f"eval/{name}")})',
+      f'  {name} ({count} problems): {score} {old:.3f} before, {new:.3f} after ({_interval(after["metrics"], f"eval/{name}")})',
     ]
     for row in result['samples'][:1]:
       lines.append(f'    after: {_one_line(row["completion"])}   [answer {row["answer"]}, reward {row["reward"]:g}]')

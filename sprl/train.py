@@ -33,7 +33,7 @@ from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, stop_if, wrong_weights
-from sprl.io.checkpoint import Checkpoints, committed
+from sprl.io.checkpoint import Checkpoints, committed, newest_record
 from sprl.io.config_file import config_differences, read_config, write_config
 from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog, read_metrics
@@ -128,7 +128,7 @@ def setup(
   """Open the run; `stack` closes what it opens. The last arguments are those of `train`.
 
   Finds wrong settings and files before any device work. A resumed run compiles the update before it compares the checkpoint with
-  its problems and its frozen weights.
+  its frozen weights.
   """
   # --- settings, model folder, problems ------------------------------------------------------------------------------
   local_folder('--workdir', workdir)
@@ -153,6 +153,7 @@ def setup(
 
   # --- processes, threads, the work directory ------------------------------------------------------------------------
   origin = team.broadcast('origin', lambda: find_origin(start.source, run, model, workdir))
+  rollouts.check(team.broadcast('prompts', lambda: saved_prompts(workdir)), workdir)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
   done = max(saved, default=0)
   if done > run.steps:
@@ -177,6 +178,8 @@ def setup(
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
+  if changes := state.before and config_differences(state.before.get('how', eval_set.how(run)), eval_set.how(run), {}):
+    log.warning('evaluations do not compare with those of earlier starts of this run: %s', '; '.join(changes))
   if team.leads and done == run.steps and state.before and state.after:
     log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, done)
   if not learner.scales_current:  # no step has measured the scales for these weights
@@ -211,6 +214,12 @@ def setup(
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session
+
+
+def saved_prompts(workdir: Path) -> dict[str, Any]:
+  """Return the state of the stream of problems in the newest checkpoint of a work directory; {} if there is none."""
+  record = newest_record(workdir / 'checkpoints')
+  return {} if record is None else record.extra.get('prompts', {})
 
 
 def stored_choices(run: Run, workdir: Path) -> Run:
@@ -253,7 +262,6 @@ def open_learner(
     state = RunState(prompts=rollouts.state(), base=base and base.fingerprint)
   else:
     train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
-    rollouts.check(state.prompts, workdir)
     check_base(base, state.base, run.model.path)
     log.info('resuming after step %d', state.step)
   reference = None

@@ -1,6 +1,7 @@
 """The harness of the papers' claims (benchmarks/claims): intervals, verdicts, plans that stay fixed, the task, and the page."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import re
@@ -25,7 +26,7 @@ from claims.experiment import (
   time_to,
   under,
 )
-from claims.tasks import TOTALS
+from claims.tasks import DICTATION, TOTALS
 from claims.verdict import interval, judged, together, values, verdict
 from claims.worker import averaged, clock
 from common import ROOT
@@ -231,6 +232,14 @@ def test_the_settings_of_all_arms_are_accepted(name, tmp_path):
     assert resolve(config).steps == experiment.steps
 
 
+def test_the_problems_of_saved_results_are_those_of_now(tmp_path):
+  """A plan has the settings of a task, not its code."""
+  for task, expected in ((TOTALS, 'de2e9ac9df57f0ab'), (DICTATION, 'd60b90a18c629278')):
+    task.write(tmp_path / task.name)
+    text = b''.join((tmp_path / task.name / name).read_bytes() for name in ('grader.py', 'test.jsonl'))
+    assert hashlib.sha256(text).hexdigest()[:16] == expected
+
+
 # --- task and control ------------------------------------------------------------------------------------------------
 
 
@@ -352,12 +361,48 @@ def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(
   text = page.text({'example': records(0.2)})
   ours = '+0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200)'
   assert f'| b is better than a. | +5 (Nobody, table 1) | b - a > +0.05 | {ours} | **holds** |' in text
-  assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 1 | 0 | 0 | 4 of 4 |' in text
+  assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 0 | 0 | 0 of 0 | 4 of 4 |' in text
   assert '4 runs on a CPU, at 2 commits of sprl.' in text
   noted = dataclasses.replace(EXPERIMENT, note='Both arms are short.')
   monkeypatch.setattr(page, 'find', lambda name: noted)
   assert '\n\nBoth arms are short.\n\n![' in page.text({'example': records(0.2)})
   assert 'Not run yet' in page.text({'example': {}})
+
+
+def test_the_overview_counts_claims_of_papers_apart():
+  own, check = (dataclasses.replace(CLAIM, paper=paper) for paper in ('not in the paper', 'all three papers'))
+  unmet = dataclasses.replace(own, comparisons=(Comparison('b', 'a', 0.5),))
+  several = dataclasses.replace(EXPERIMENT, claims=(CLAIM, own, check, unmet))
+  assert page.summary(several, records(0.2)).endswith(' | 1 | 0 | 0 | 2 of 3 | 4 of 4 |')
+
+
+def test_a_claim_that_two_arms_are_equal_shows_the_share_that_is_kept():
+  found = records(-0.05)  # a: 0.2 and 0.3, b: 0.15 and 0.25
+  assert page.kept(Comparison('b', 'a', -0.1), found) == ', which is 80 % of `a`'
+  for other in (Comparison('b', 'a', 0.0), Comparison('b', BEFORE, -0.1), Comparison('b', 'a', -0.1, under('small'))):
+    assert page.kept(other, found) == ''
+  assert page.kept(Comparison('b', 'a', -0.1), {}) == ''
+
+
+def test_seeds_with_arms_of_several_commits_are_named():
+  found = records(0.2)
+  assert page.versions(found) == ', at 2 commits of sprl'
+  found['b'][2]['commit'] = 'def'
+  assert page.versions(found) == ', at 3 commits of sprl (arms of seed 2 at different ones)'
+  assert page.versions({'a': {1: found['a'][1]}}) == ''
+
+
+def test_the_table_of_means_has_the_lowest_seed():
+  assert '<tr><td><code>b</code></td><td>0.5 / 0.4</td><td>0.4</td>' in page.means(EXPERIMENT, records(0.2))
+
+
+def test_all_numbers_of_simulated_gpus_are_on_the_page():
+  rows = json.loads((ROOT / 'benchmarks/results/cluster_simulation.json').read_text())['rows']
+  compared = [row for row in rows if row['verdict'] and row['published'] != 1]
+  text = '\n'.join(page.simulated())
+  assert text.count(' GPUs') == len(compared) > len(page.simulated())
+  for row in compared:
+    assert f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs' in text
 
 
 def test_a_small_difference_has_two_digits_on_the_page():

@@ -423,6 +423,7 @@ REFUSED = [  # key, refused value, text that the error contains, other changes
   ('task.rewards', ('math', 'exact', 'math=2'), 'got math, exact, math', {}),
   ('task.rewards', ('a.py:f', 'b.py:f'), 'got f, f', {}),
   ('task.rewards', ('mine.py:std',), 'mean, std', {}),
+  ('task.rewards', ('mine.py:f=0', 'math=0.0'), 'a weight other than 0', {}),
   ('task.rewards', ('math',), "task.kind = 'environment'", ENVIRONMENT),
   ('task.grader', 'exact', 'config.task.rewards', {'task__rewards': ('math',)}),
   ('task.judge', {}, "'judge'", {'task__grader': 'judge'}),

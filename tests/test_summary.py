@@ -1,7 +1,7 @@
 """The summary at the end of a run: what the rollouts cost, from the lines of metrics.jsonl."""
 
 from sprl import summary
-from sprl.config import Cache, Quant, Run
+from sprl.config import Cache, Quant, Run, Task
 from sprl.session import Finished
 from sprl.summary import closing_report, costs_of_rollouts
 
@@ -50,3 +50,22 @@ def test_answers_that_were_not_graded_are_counted(monkeypatch, tmp_path):
 
   assert '  a reward failed, and counts 0, for 19 of 20 answers before and 20 of 20 after\n' in report(19.0, 20.0)
   assert 'failed' not in report(0.0, 0.0)
+
+
+def test_the_summary_says_how_each_evaluation_was_made(monkeypatch, tmp_path):
+  for name in ('plot_run', 'plot_timeline', 'write_report'):
+    monkeypatch.setattr(summary, name, lambda workdir: workdir)
+  monkeypatch.setattr(summary, 'read_metrics', lambda workdir: [])
+
+  def result(temperature):
+    scores = {'eval/avg@k': 0.5, 'eval/problems': 5.0, 'eval/samples': 4.0, 'eval/ungraded': 0.0}
+    return {'metrics': scores, 'samples': [], 'how': {'eval': {'temperature': temperature}}}
+
+  def report(before, after, rewards=()):
+    run = Run(task=Task(rewards=rewards))
+    return closing_report(run, tmp_path, Finished(3, True, None, None, None, result(before), result(after)))  # pyright: ignore
+
+  assert '(4 samples each at temperature 1):' in report(1.0, 1.0)  # the settings of now are greedy
+  assert 'do not compare' not in report(1.0, 1.0)
+  assert 'these two do not compare, because evaluations have changed: eval.temperature: 1.0 -> 0.5' in report(1.0, 0.5)
+  assert '  before  score of the first reward 0.500' in report(1.0, 1.0, ('math', 'mine.py:brief=0.2'))

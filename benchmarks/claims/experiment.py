@@ -180,7 +180,9 @@ class Experiment:
       getattr(self.task.write, 'keywords', {}),
       *([self.first_seed] if self.first_seed != 1 else []),
     ]
-    text = json.dumps([compared, settings, numbers, weights], sort_keys=True)
+    weights += [name for name in self.task.warm if not Path(name).is_absolute()]  # of the hub
+    more = {key: value for key, value in self.task.final.items() if key not in ('eval.problems', 'sampling.rows')}
+    text = json.dumps([compared, settings, numbers, weights, *([more] if more else [])], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

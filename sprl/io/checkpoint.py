@@ -28,7 +28,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from sprl.config import SettingsError
 from sprl.distributed.team import ALONE, Team
 from sprl.io import files
 
@@ -74,7 +75,8 @@ class Restored:
 class Checkpoints:
   """The checkpoints of one run, in one folder.
 
-  The `keep_last` newest checkpoints and the one with the highest score are kept. Saving a step deletes the checkpoints of later
+  The `keep_last` newest checkpoints and the one with the highest score are kept; scores of different measures do not compare, so
+  of each measure one is kept. Saving a step deletes the checkpoints of later
   steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
   """
 
@@ -87,22 +89,24 @@ class Checkpoints:
     self._pending: Future[None] | None = None
     self._current: int | None = None  # the last step that this object committed or restored
 
-  def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None) -> None:
+  def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None, measure: str = '') -> None:
     """Start a checkpoint of `step`. Returns as soon as `arrays`, a pytree of jax arrays, may be donated.
 
     Waits for the previous save, and raises its error if it failed. `extra` must be valid JSON. If `step` was just saved or
-    restored, there are no new arrays: only a score that the checkpoint lacks is added, with `extra`.
+    restored, there are no new arrays: only a score that the checkpoint lacks is added, with `extra`. `measure` names how it was
+    measured.
     """
     self.wait()
     score = score if score is not None and math.isfinite(score) else None
     if step == self._current:
       if score is not None and self._team.leads:
-        self._add_score(step, extra, score)
+        self._add_score(step, extra, score, measure)
       return
     flat = _flatten(arrays)
     record = {
       'step': step,
       'score': score,
+      'measure': measure,
       'extra': json.loads(json.dumps(extra)),
       'arrays': {path: _describe(leaf) for path, leaf in flat.items()},
     }
@@ -202,21 +206,51 @@ class Checkpoints:
     for step in self._superseded(record['step']):
       _delete(self._path(step))
 
-  def _add_score(self, step: int, extra: Mapping[str, Any], score: float) -> None:
+  def _add_score(self, step: int, extra: Mapping[str, Any], score: float, measure: str) -> None:
     record = _read_record(self._path(step))
     if record and record['score'] is None:
-      record |= {'score': score, 'extra': json.loads(json.dumps(extra))}
+      record |= {'score': score, 'measure': measure, 'extra': json.loads(json.dumps(extra))}
       files.write_text(self._path(step) / 'record.json', _sealed(record))
 
   def _superseded(self, saved: int) -> list[int]:
     past = [step for step in self.steps() if step <= saved]
-    scores = {step: _read_record(self._path(step)).get('score') for step in past}
-    best = sorted((step for step in past if scores[step] is not None), key=lambda step: (scores[step], step), reverse=True)
-    keep = {*past[-self._keep_last :], *best[:1]}
+    keep = {*past[-self._keep_last :], *_best(self.folder, past).values()}
     return [step for step in self.steps() if step not in keep]
 
 
 # --- what a folder of checkpoints says, without their arrays -----------------------------------------------------------
+
+
+def step_named(folder: Path, text: str | None) -> int | None:
+  """Return the step that `--step` names, a number or `best`; None: the newest. Raises SettingsError for another text."""
+  if text is None or text.isdecimal():
+    return None if text is None else int(text)
+  if text != 'best':
+    raise SettingsError(f'--step = {text!r}: expected the step of a checkpoint, or best')
+  return best_step(folder)
+
+
+def best_step(folder: Path) -> int:
+  """Return the step of the checkpoint with the highest score, of those that were measured as the newest score was.
+
+  Raises CheckpointError if no checkpoint has a score.
+  """
+  best = _best(folder, committed(folder))
+  if not best:
+    raise CheckpointError(f'{folder}: no checkpoint has a score; config.eval.every says after which steps a run evaluates')
+  return list(best.values())[-1]
+
+
+def _best(folder: Path, steps: Sequence[int]) -> dict[str, int]:
+  """Return the best step of each measure, in the order of the newest score of each. Of equal scores the newer one is best."""
+  best: dict[str, tuple[float, int]] = {}
+  for step in steps:
+    record = _read_record(folder / files.step_name(step))
+    if record.get('score') is not None:
+      measure = record.get('measure', '')
+      found = max(best.pop(measure, (-math.inf, -1)), (record['score'], step))
+      best[measure] = found
+  return {measure: step for measure, (_, step) in best.items()}
 
 
 def committed(folder: Path) -> list[int]:

@@ -35,21 +35,22 @@ def write_config(
   refused = [] if may_change is None else [difference for difference in differences if not difference.startswith(allowed)]
   if refused:
     raise SettingsError(
-      f'{workdir} holds a run with other settings: restore these, or use another --workdir:\n  ' + '\n  '.join(refused)
+      f'{workdir} holds a run with other settings. Expected the same, or a new --workdir; --from={workdir} begins a new run from '
+      'the weights of this one:\n  ' + '\n  '.join(f'config.{difference}' for difference in refused)
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + '\n')
   return differences
 
 
-def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
-  """Read the settings of the run in a work directory.
+def read_config(workdir: str | os.PathLike, flag: str = '--workdir') -> dict[str, Any]:
+  """Read the settings of the run in a work directory. `flag` names it in messages.
 
   Raises FileNotFoundError if the folder has no config.json, and SettingsError if that file is damaged or `workdir` an address.
   """
-  path = files.local_folder('--workdir', workdir) / _CONFIG
+  path = files.local_folder(flag, workdir) / _CONFIG
   if not path.exists():
-    raise FileNotFoundError(f'{path}: no such file; expected a work directory that sprl.main has written')
+    raise FileNotFoundError(f'{flag}={workdir}: {path}: no such file; expected a work directory that sprl.main has written')
   try:
     config = json.loads(path.read_text(encoding='utf-8'))
   except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sprl.config import SettingsError
 from sprl.io import files
@@ -36,16 +36,16 @@ class Start:
 PLAIN = Start()
 
 
-def parse_source(text: str) -> tuple[Path, int | None]:
-  """Return folder and step of `RUN:STEP`; the step is None for `RUN`. A folder whose name ends in `:12` is read as a folder.
+def parse_source(text: str) -> tuple[Path, int | Literal['best'] | None]:
+  """Return folder and step of `RUN:STEP` or `RUN:best`; the step is None for `RUN`. An existing folder is read as one.
 
   Raises SettingsError if the text names no folder.
   """
   folder = files.local_folder('--from', text)
   name, colon, step = text.rpartition(':')
-  if folder.is_dir() or not (colon and name and step.isdecimal()):
+  if folder.is_dir() or not (colon and name and (step.isdecimal() or step == 'best')):
     return folder.absolute(), None
-  return Path(name).absolute(), int(step)
+  return Path(name).absolute(), 'best' if step == 'best' else int(step)
 
 
 def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
@@ -77,11 +77,6 @@ def began(workdir: str | os.PathLike) -> str:
 def last_folder(workdir: str | os.PathLike) -> str:
   """Return the folder in which the last start of a run was made; '' if it is unknown."""
   return next((start.get('folder', '') for start in read_starts(workdir)['starts'][-1:]), '')
-
-
-def has_begun(workdir: str | os.PathLike) -> bool:
-  """Return whether a work directory holds a run that has been set up."""
-  return any((Path(workdir) / name).exists() for name in (_STARTS, 'metrics.jsonl'))
 
 
 def add_start(workdir: str | os.PathLike, origin: Origin | None, time: str, facts: Mapping[str, Any]) -> None:

@@ -7,18 +7,18 @@ optimiser, the step, the problems, the seed. The reference of a KL term stays th
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from sprl.config import Run, SettingsError
 from sprl.config_reader import resolve
 from sprl.distributed.team import Team
-from sprl.io.checkpoint import CheckpointError, committed, read_record
+from sprl.io.checkpoint import CheckpointError, best_step, committed, read_record
 from sprl.io.config_file import read_config, read_located
 from sprl.io.pretrained import PretrainedError, config_folder
 from sprl.io.run_state import RunState
-from sprl.io.starts import Origin, has_begun, parse_source, recorded_origin
+from sprl.io.starts import Origin, parse_source, recorded_origin
 from sprl.learner.restore import check_base, no_checkpoint, restore_trained
 from sprl.model import Model, abstract_params
 from sprl.models.config import ModelConfig
@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 def find_origin(source: str | None, run: Run, model: Model, workdir: Path) -> Origin | None:
   """Return the checkpoint that the run of `workdir` starts from; None: it starts from the model of its settings.
 
-  A run keeps the origin of its first start, whether `source`, which is RUN or RUN:STEP, is given again or not. Without a step the
-  newest checkpoint of the first start counts. Reads no arrays and writes nothing.
+  `source` is RUN, RUN:STEP or RUN:best. A run keeps the origin of its first start, whether `source` is given again or not.
+  Without a step the newest checkpoint of the first start counts. A run without a checkpoint may begin again from another origin.
+  Reads no arrays and writes nothing.
 
   Raises SettingsError, CheckpointError or FileNotFoundError if `source` is not a run, has no such checkpoint, trains other
   weights than this run, or is not where the run of `workdir` comes from.
   """
-  if has_begun(workdir):
-    origin = recorded_origin(workdir)
-    _check_same(source, origin, workdir)
-  elif source is None:
-    return None
-  else:
-    origin = _newest(*parse_source(source), workdir)
-  if origin is not None and not committed(workdir / 'checkpoints'):  # else the run continues from its own weights
+  known = recorded_origin(workdir)
+  if committed(workdir / 'checkpoints'):  # the run continues from its own weights
+    if source is not None:
+      _check_same(source, known, workdir)
+    return known
+  origin = known if source is None or _is(known, source) else _newest(*parse_source(source), workdir)
+  if origin is not None:
     _check_fits(origin, run, model)
   return origin
 
@@ -57,23 +57,30 @@ def weights_of(origin: Origin, run: Run, model: Model, base: Base | None, team: 
   return restored.arrays.params
 
 
-def _newest(folder: Path, step: int | None, workdir: Path) -> Origin:
-  read_config(folder)  # raises if there is no run
+def _newest(folder: Path, step: int | Literal['best'] | None, workdir: Path) -> Origin:
+  read_config(folder, '--from')  # raises if there is no run
   if folder.resolve() == workdir.resolve():
     raise SettingsError(f'--from={folder}: is the new run itself; expected another run, or a new --workdir')
   checkpoints = folder / 'checkpoints'
+  if step == 'best':
+    step = best_step(checkpoints)
   if step is None and (step := max(committed(checkpoints), default=None)) is None:
     raise CheckpointError(f'--from={folder}: {no_checkpoint(checkpoints)}')
   return Origin(folder, read_record(checkpoints, step).step)
 
 
-def _check_same(source: str | None, origin: Origin | None, workdir: Path) -> None:
-  if source is None:
-    return
+def _is(origin: Origin | None, source: str) -> bool:
+  """Return whether `source` names this origin."""
   folder, step = parse_source(source)
+  return origin is not None and folder.resolve() == origin.workdir.resolve() and step in (None, 'best', origin.step)
+
+
+def _check_same(source: str, origin: Origin | None, workdir: Path) -> None:
   if origin is None:
-    raise SettingsError(f'--from={source}: the run of {workdir} did not start from another run; expected no --from')
-  if folder.resolve() != origin.workdir.resolve() or step not in (None, origin.step):
+    raise SettingsError(
+      f'--from={source}: the run of {workdir} did not start from another run; expected no --from, or a new --workdir'
+    )
+  if not _is(origin, source):
     raise SettingsError(f'--from={source}: the run of {workdir} started from {origin}; expected --from={origin}, or no --from')
 
 

@@ -77,6 +77,7 @@ def evaluate(
     numbers    the number of each problem: a conversation that fails is replaced by one with another number
     samples    rows of `shown` completions
     failure    if every reward refuses every answer, by raising or with a result that is no number: why the first; else ''
+    how        what decides the scores beside the weights and the rewards (`EvalSet.how`)
     sets       intervals, failure and samples of each other set by name; absent if there is none
 
     An empty dict if `stopped` ended the evaluation.
@@ -114,7 +115,7 @@ def evaluate(
     results[name] = scores(trajectories, len(groups), samples[name])
     results[name]['numbers'] = [group.number - first for group in groups]
     results[name]['samples'] = collect.sample_rows(trajectories, source.answer, model.tokenizer, shown)
-  own = results.pop('')
+  own = results.pop('') | {'how': held_out.how(run)}
   if results:
     for name, result in results.items():
       found = result.pop('metrics')

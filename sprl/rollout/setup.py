@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sprl.cache.layout import CacheLayout
-from sprl.config import EPISODES, Run, SettingsError, Task
+from sprl.config import EPISODES, Run, SettingsError, Task, to_dict
 from sprl.distributed.team import ALONE, Team
 from sprl.foreign import attempt
 from sprl.io.metrics import mean_of
@@ -78,7 +78,14 @@ class EvalSet:
   count: int
   samples: int | None = None  # of each group; None: eval.samples
   different: int | None = None  # groups before their problems repeat; None: unknown
+  digest: int = 0  # checksum of the problems; 0: the settings decide them
   more: Mapping[str, 'EvalSet'] = field(default_factory=dict)  # sets that are evaluated after this one, by name
+
+  def how(self, run: Run) -> dict[str, Any]:
+    """Return what decides a score beside the weights and the rewards: settings, and checksums of the problems by set."""
+    asked = {name: value for name, value in to_dict(run)['eval'].items() if name != 'every'}
+    known = {name or 'own': f'{each.digest:08x}' for name, each in {'': self, **self.more}.items() if each.digest}
+    return {'eval': asked, 'problems': known}
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class HeldOut:
   problems: Sequence[Problem]
   order: Sequence[int]  # indices of the problems that are asked
   samples: int | None = None  # answers to each; None: eval.samples
+  digest: int = 0  # checksum of the problems; 0: the settings decide them
 
   def problem(self, number: int) -> Problem:
     """Return the problem of a group."""
@@ -210,7 +218,7 @@ class RolloutSetup:
       workers = self._started(self._graders() if self.team.leads else None, enter)
       for name, some in self.held_out.items():
         source = self._problem_source(some.problem, self.run.eval_sampling.max_tokens)
-        sets[name] = EvalSet(source, workers, len(some.order), some.samples)
+        sets[name] = EvalSet(source, workers, len(some.order), some.samples, digest=some.digest)
     return replace(sets.pop(''), more=sets)
 
   def _started(self, pool: WorkerPool | GraderPool | None, enter: Callable[[Any], Any]) -> WorkersLike:
@@ -222,15 +230,18 @@ class RolloutSetup:
     return {**state, 'rows': f'{self.digest:08x}'} if self.digest else state
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
-    """Raise SettingsError if the run of `workdir` began with other problems."""
+    """Raise SettingsError if the run of `workdir` began with other problems. `saved` is its `state` then; {}: there is none."""
     try:
-      if self.stream:
+      if self.stream and saved:
         self.stream.check(saved)
       own = self.state().get('rows')
       if saved.get('rows', own) != own:  # an older checkpoint has none
         raise ValueError('the rows differ from those of the steps before')
     except ValueError as error:
-      raise SettingsError(f'config.task: the run of {workdir} began with other problems: {error}') from error
+      raise SettingsError(
+        f'config.task: the run of {workdir} began with other problems: {error}; expected those, or a new --workdir with '
+        f'--from={workdir}, which keeps the weights'
+      ) from error
 
   # --- conversations ---------------------------------------------------------------------------------------------------
 
@@ -320,12 +331,12 @@ def _held_out(run: Run, inputs: Inputs, team: Team) -> Iterator[tuple[str, HeldO
   if run.task.kind not in EPISODES:
     own = _problems(run, 'test', inputs, team)
     order = own.in_turn(run.eval.problems) if isinstance(own, Mixture) else range(min(run.eval.problems, len(own)))
-    yield '', HeldOut(own, order)
+    yield '', HeldOut(own, order, digest=own.digest)
   for name, some in run.eval.sets.items():
     found = problems.load_source(f'eval.sets.{name}', some.task(run.task, ('train', some.split)), 'test', *share)
     posed = Mixture({f'eval/{name}': found})
     order = range(min(some.problems or run.eval.problems, len(posed)))
-    yield name, HeldOut(posed, order, some.samples)
+    yield name, HeldOut(posed, order, some.samples, found.digest)
 
 
 @contextmanager

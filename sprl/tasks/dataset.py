@@ -68,7 +68,7 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
   by_split = files_by_split(names, config)
   if split not in by_split:
     other = 'train' if 'train' in by_split else min(by_split, default='')
-    whole = f"; a part of another split can serve, such as '{other}[95%:]'" if other else ''
+    whole = f"; another split can serve, such as '{other}', or a part of one, such as '{other}[95%:]'" if other else ''
     there = ', '.join(sorted(by_split)) or f'no files that end in {", ".join(ENDINGS)} and are named after a split'
     of = f' of {config}' if config else ''
     raise SettingsError(f'config.task.splits has {split!r}: expected a split{of} of {task.path}, which has {there}{whole}')
@@ -178,10 +178,13 @@ def _cached(download: Callable[..., str], repository: str) -> Path | None:
 
 def problem_of(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]:
   """Return {prompt or messages, answer} of a row, and extra = {solution} if there is one. Raises SettingsError."""
-  asked = next((name for name in ('prompt', 'messages') if name in task.columns), 'prompt' if 'prompt' in row else 'messages')
+  given = next((name for name in ('prompt', 'messages') if name in task.columns), None)
+  asked = given or ('messages' if 'messages' in row and 'prompt' not in row else 'prompt')
   question = _value(where, row, task, asked)
   found: dict[str, Any] = {}
   solution = _value(where, row, task, 'solution') if 'solution' in task.columns or 'solution' in row else None
+  if 'solution' not in task.columns and not isinstance(solution, str | int | float):
+    solution = None  # the column has another meaning, and no setting names it
   if isinstance(question, list):
     found['messages'], spoken = _conversation(where, question, task)
     solution = spoken if solution is None else solution
@@ -223,27 +226,30 @@ def _value(where: str, row: Mapping[str, Any], task: Task, name: str) -> Any:
     return found
   column, tilde, pattern = (part.strip() for part in text.partition(' ~ '))
   if tilde:
-    return _match(where, name, _shown(where, row, name, column), pattern)
+    return _match(where, name, _shown(where, row, name, column, f' (in the pattern {text!r})'), pattern)
   if '{' in text:
+    of = f' (in the template {text!r}, where {{{{ and }}}} stand for braces)'
     return re.sub(
       r'\{\{|\}\}|\{([^{}]+)\}',
-      lambda m: _shown(where, row, name, m[1]) if m[1] else m[0][0],
+      lambda m: _shown(where, row, name, m[1], of) if m[1] else m[0][0],
       text,
     )
   return _column(where, row, name, text)
 
 
-def _shown(where: str, row: Mapping[str, Any], name: str, column: str) -> str:
+def _shown(where: str, row: Mapping[str, Any], name: str, column: str, of: str) -> str:
   """Return the text of a column for a template or a pattern. Lists and dictionaries are shown as Python writes them."""
-  value = _column(where, row, name, column)
+  value = _column(where, row, name, column, of)
   return str(value) if isinstance(value, list | dict) else _text(where, f'column {column} of the {name}', value)
 
 
-def _column(where: str, row: Mapping[str, Any], name: str, column: str) -> Any:
+def _column(where: str, row: Mapping[str, Any], name: str, column: str, of: str = '') -> Any:
   found = at(row, column)
   if found is ABSENT:
-    there = ', '.join(row) + (", or '' for no answer" if name == 'answer' else '')
-    raise SettingsError(f'config.task.columns: {name} reads the column {column!r}, which {where} lacks; expected one of {there}')
+    there = (', '.join(row) or '(the row is empty)') + (", or '' for no answer" if name == 'answer' else '')
+    raise SettingsError(
+      f'config.task.columns: {name} reads the column {column!r}, which {where} lacks; expected one of {there}{of}'
+    )
   return found
 
 

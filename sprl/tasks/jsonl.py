@@ -7,6 +7,7 @@
 A line may have more keys. The grader sees all of them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   line number), a split or filter that cannot be read, a filter on a column that no row has, and if no row is left.
   """
   for _, (where, line) in selected(task, split, lambda name: _table(task, name)):
-    yield problem(where, line, task.chat)
+    try:
+      yield problem(where, line, task.chat)
+    except SettingsError as error:
+      if not {'prompt', 'messages'} & {*line}:
+        other = "a file with other columns needs config.task.kind = 'dataset' and config.task.columns"
+        raise SettingsError(f'{error}; {other}') from None
+      raise
 
 
 def _table(task: Task, name: str) -> Table:
@@ -44,14 +51,9 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
   """
   if ('prompt' in line) == ('messages' in line):
     raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
-  answer = line.get('answer', default)
-  if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-    raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
-  row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': line}
-  if 'solution' in line:
-    if not isinstance(line['solution'], str):
-      raise SettingsError(f'{where}: solution = {line["solution"]!r}: expected text')
-    row['extra'] = {'solution': line['solution']}
+  row: dict[str, Any] = {'id': where, 'answer': _text(where, 'answer', line.get('answer', default)), 'row': line}
+  if line.get('solution') is not None:
+    row['extra'] = {'solution': _text(where, 'solution', line['solution'])}
   if 'prompt' in line:
     if not isinstance(line['prompt'], str):
       raise SettingsError(f'{where}: prompt = {line["prompt"]!r}: expected text')
@@ -60,6 +62,12 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
     raise SettingsError(f'{where}: `messages` need a chat template; expected `prompt` under config.task.chat = False')
   check_messages(where, line['messages'])
   return {**row, 'messages': line['messages']}
+
+
+def _text(where: str, name: str, value: Any) -> str:
+  if not isinstance(value, str | int | float) or isinstance(value, bool) or value in (math.inf, -math.inf) or value != value:
+    raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
+  return str(value)
 
 
 def check_messages(where: str, messages: Any) -> None:

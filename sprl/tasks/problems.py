@@ -7,18 +7,26 @@ and joins the sources of a mixture.
 
 import itertools
 import json
+import logging
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import dataset, gsm8k, jsonl, reasoning
 from sprl.tasks.tables import plain
 
 SOURCES = {'dataset': dataset, 'gsm8k': gsm8k, 'jsonl': jsonl, 'reasoning_gym': reasoning}
-Question = tuple[tuple[str, str], ...]  # the role and the text of each message, before task.system and task.suffix
+log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+  """What identifies a problem."""
+
+  text: tuple[tuple[str, str], ...]  # the role and the text of each message, before task.system and task.suffix
+  row: int | None  # hash of all columns, of which another set may show others; None: there are none
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ def load_source(
   try:
     return _load(task, split, process, processes, first)
   except SettingsError as error:
-    raise SettingsError(str(error).replace('config.task.', f'config.{key}.')) from error
+    split = 'config.task.splits has', f'config.{key}.split ='
+    message = str(error).replace(*split) if key.startswith('eval.') else str(error)
+    raise SettingsError(message.replace('config.task.', f'config.{key}.')) from error
 
 
 def _load(task: Task, split: Literal['train', 'test'], process: int, processes: int, first: int) -> 'Problems':
@@ -66,12 +76,19 @@ def _load(task: Task, split: Literal['train', 'test'], process: int, processes: 
   if isinstance(rows, Sequence):  # made on demand, from the settings alone
     return Problems(task, rows)
   share = Share(rows, process, processes, first)
+  for name, count in (('question', share.without_question), ('answer', share.without_answer)):
+    if 0 < count < len(share):
+      log.warning('%d of %d problems of %s have an empty %s', count, len(share), task.path or task.name, name)
   return Problems(task, share, share.digest)
 
 
 def digest(value: Any, before: int = 0) -> int:
   """Return the checksum of a value, continued from that of the values before it. What JSON cannot hold counts by its repr."""
-  return zlib.crc32(json.dumps(value, sort_keys=True, default=repr).encode('utf-8', 'surrogatepass'), before)
+  return zlib.crc32(_as_text(value).encode('utf-8', 'surrogatepass'), before)
+
+
+def _as_text(value: Any) -> str:
+  return json.dumps(value, sort_keys=True, default=repr)
 
 
 def holder(index: int, processes: int) -> int:
@@ -89,8 +106,10 @@ class Share(Sequence[Mapping[str, Any]]):
   def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int, first: int = 0):
     self._process, self._processes = process, processes
     self._held: dict[int, Mapping[str, Any]] = {}
-    self._count = self.digest = 0
+    self._count = self.digest = self.without_question = self.without_answer = 0
     for row in rows:
+      self.without_question += not (row['messages'][-1]['content'] if row.get('messages') else row['prompt']).strip()
+      self.without_answer += not row['answer']
       self.digest = digest([row.get('messages') or row['prompt'], row['answer']], self.digest)
       if holder(first + self._count, processes) == process:
         self._held[self._count] = row
@@ -115,11 +134,13 @@ class Problems(Sequence[Problem]):
   def __len__(self) -> int:
     return len(self._rows)
 
-  def questions(self, indices: Iterable[int] | None = None) -> Iterator[Question]:
-    """Yield the questions of these problems; None: of all. Problems that are generated on demand have none."""
+  def asked(self, indices: Iterable[int] | None = None) -> Iterator[Asked]:
+    """Yield what these problems ask; None: all problems. Problems that are generated on demand have none."""
     for i in (range(len(self)) if indices is None else indices) if self.digest else ():
       row = self._rows[i]
-      yield tuple((m['role'], m['content']) for m in row.get('messages') or [{'role': 'user', 'content': row['prompt']}])
+      messages = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
+      columns = row.get('row')
+      yield Asked(tuple((m['role'], m['content']) for m in messages), hash(_as_text(columns)) if columns else None)
 
   @overload
   def __getitem__(self, index: int) -> Problem: ...
@@ -160,12 +181,12 @@ class Mixture(Sequence[Problem]):
     name = list(self.parts)[bisect_right(list(self.starts.values()), index) - 1]
     return name, index - self.starts[name]
 
-  def questions(self, indices: Iterable[int] | None = None) -> Iterator[Question]:
-    """Return the questions of these problems; None: of all. Problems that are generated on demand have none."""
+  def asked(self, indices: Iterable[int] | None = None) -> Iterator[Asked]:
+    """Return what these problems ask; None: all problems. Problems that are generated on demand have none."""
     if indices is None:
-      return itertools.chain.from_iterable(part.questions() for part in self.parts.values())
+      return itertools.chain.from_iterable(part.asked() for part in self.parts.values())
     places = map(self._place, indices)
-    return itertools.chain.from_iterable(self.parts[name].questions([i]) for name, i in places)
+    return itertools.chain.from_iterable(self.parts[name].asked([i]) for name, i in places)
 
   def in_turn(self, count: int) -> list[int]:
     """Return the indices of up to `count` problems: one of each source in turn, as long as a source has more."""
@@ -174,10 +195,10 @@ class Mixture(Sequence[Problem]):
 
 
 def shared(trained: 'Problems | Mixture', held_out: 'Problems | Mixture', order: Sequence[int]) -> int:
-  """Return how many of the held-out questions with the indices `order` are also trained on."""
-  asked = list(held_out.questions(order))
-  known = set(asked).intersection(trained.questions())
-  return sum(question in known for question in asked)
+  """Return how many of the held-out problems with the indices `order` have the text or the row of one that is trained on."""
+  trained_on = list(trained.asked())
+  texts, rows = {each.text for each in trained_on}, {each.row for each in trained_on} - {None}
+  return sum(each.text in texts or each.row in rows for each in held_out.asked(order))
 
 
 def named(problem: Problem, grader: str) -> Problem:

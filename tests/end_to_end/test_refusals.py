@@ -436,6 +436,15 @@ def test_a_run_of_no_steps_is_remarked(inputs):
   assert 'config.steps = 0: the run evaluates and saves its first weights, and trains on nothing' in said
 
 
+def test_a_warm_up_longer_than_the_run_is_remarked(inputs):
+  for warm, expected in ((12, True), (11, False)):  # six steps of two updates
+    run = run_with(inputs, optimizer__warmup_steps=warm)
+    layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+    said = [remark for remark in remarks(run, layout, 'reference', 100) if 'warmup_steps' in remark]
+    assert bool(said) == expected
+    assert all('the run has 12 updates' in remark for remark in said)
+
+
 def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):
   run = run_with(inputs)
   opened = model.Model.open(run)

@@ -1,6 +1,7 @@
 """What a run logs and its model card says, and a new run from the weights of another run: equal bits, refusals by name."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,8 @@ from sprl.io.checkpoint import CheckpointError
 from sprl.io.config_file import write_config
 from sprl.io.metrics import read_metrics
 from sprl.io.model_card import model_card
-from sprl.io.starts import Start, add_start, read_starts
+from sprl.io.starts import Origin, Start, add_start, read_starts
+from sprl.learner.origin import find_origin
 from sprl.model import Model
 from sprl.session import Finished, Session
 
@@ -194,6 +196,54 @@ def test_a_run_keeps_its_origin(folder, source):
       begin(folder, 'kept', wrong, steps=0)
   with pytest.raises(SettingsError, match=r'source did not start from another run; expected no --from'):
     begin(folder, 'source', folder / 'kept')
+
+
+def test_a_run_without_a_checkpoint_may_begin_again_from_another_one(folder, source, tmp_path):
+  workdir = tmp_path / 'begun'
+  workdir.mkdir()
+  opened = Model.open(run(folder))
+  add_start(workdir, None, '2026-01-01T00:00:00', {'step': 0})
+  assert find_origin(None, run(folder), opened, workdir) is None
+  assert find_origin(f'{source}:1', run(folder), opened, workdir) == Origin(source, 1)
+  add_start(workdir, Origin(source, 1), '2026-01-01T00:00:00', {'step': 0})
+  assert find_origin(str(source), run(folder), opened, workdir) == Origin(source, 1)  # the newest checkpoint of the first start
+  assert find_origin(f'{source}:2', run(folder), opened, workdir) == Origin(source, 2)
+
+
+def test_the_best_checkpoint_is_an_origin_and_is_exported(folder, source, tmp_path):
+  assert find_origin(f'{source}:best', run(folder), Model.open(run(folder)), tmp_path / 'new') == Origin(source, 2)
+  status, out, err = tiny.run('export', f'--workdir={source}', f'--out={tmp_path / "out"}', '--step=best')
+  assert (status, 'the weights after step 2' in out) == (0, True), err  # only the last step was evaluated
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run(folder, source, tmp_path):
+  shutil.copytree(source, tmp_path / 'run')
+  before = {name: (tmp_path / 'run' / name).read_bytes() for name in ('config.json', 'starts.json')}
+  data = folder / 'train.jsonl'
+  whole = data.read_text()
+  data.write_text(whole + '\n' + json.dumps({'prompt': 'one more', 'answer': '1'}))
+  try:
+    with pytest.raises(SettingsError, match=r'began with other problems: .*a new --workdir with --from='):
+      train.train(run(folder, steps=4), tmp_path / 'run')
+  finally:
+    data.write_text(whole)
+  assert {name: (tmp_path / 'run' / name).read_bytes() for name in before} == before
+
+
+def test_a_resume_says_that_evaluations_no_longer_compare(folder, source, tmp_path, caplog):
+  shutil.copytree(source, tmp_path / 'run')
+  begin(folder, str(tmp_path / 'run'))
+  assert 'do not compare' not in caplog.text
+  held_out = folder / 'test.jsonl'
+  whole = held_out.read_text()
+  held_out.write_text(whole.replace('test 0', 'other 0'))
+  try:
+    finished = begin(folder, str(tmp_path / 'run'), eval__max_tokens=8)
+  finally:
+    held_out.write_text(whole)
+  said = 'evaluations do not compare with those of earlier starts of this run: eval.max_tokens: 4 -> 8; problems.own: '
+  assert said in caplog.text
+  assert finished.after['how']['eval']['max_tokens'] == 4  # no step was left, so the saved evaluation stays
 
 
 def test_an_origin_that_cannot_be_used_is_refused(folder, source, tmp_path):

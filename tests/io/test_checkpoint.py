@@ -16,7 +16,8 @@ import numpy as np
 import optax
 import pytest
 
-from sprl.io.checkpoint import CheckpointError, Checkpoints
+from sprl.config import SettingsError
+from sprl.io.checkpoint import CheckpointError, Checkpoints, best_step, step_named
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,24 @@ def test_the_last_and_the_best_checkpoints_are_kept(folder):
   assert checkpoints.steps() == [2, 5, 6]
   assert checkpoints.latest() == 6
   assert sorted(os.listdir(folder)) == ['step_000002', 'step_000005', 'step_000006']
+
+
+def test_scores_of_different_measures_do_not_compete(folder):
+  checkpoints = Checkpoints(folder, 1)
+  for step, score, measure in [(1, 0.9, 'easy'), (2, 0.2, 'hard'), (3, 0.3, 'hard'), (4, 0.1, 'hard'), (5, None, '')]:
+    checkpoints.save(step, tiny(step), {}, score, measure)
+  checkpoints.close()
+  assert checkpoints.steps() == [1, 3, 5]  # the best of each measure, and the newest
+  assert best_step(folder) == step_named(folder, 'best') == 3
+  assert (step_named(folder, None), step_named(folder, '7')) == (None, 7)
+  with pytest.raises(SettingsError, match=r"--step = 'last': expected the step of a checkpoint, or best"):
+    step_named(folder, 'last')
+
+
+def test_without_a_score_no_checkpoint_is_best(folder):
+  saved(folder, 1)
+  with pytest.raises(CheckpointError, match=r'no checkpoint has a score; config\.eval\.every'):
+    best_step(folder)
 
 
 def test_equal_scores_keep_the_later_and_nan_is_no_score(folder):

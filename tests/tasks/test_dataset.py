@@ -105,7 +105,7 @@ def test_a_file_is_the_train_split(tmp_path):
   path = write_parquet(tmp_path / 'test.parquet')
   assert asked(load(path)) == EXPECTED
   assert "config.task.splits has 'test': expected a split of" in (said := refused(path, 'test'))
-  assert "which has train; a part of another split can serve, such as 'train[95%:]'" in said
+  assert "which has train; another split can serve, such as 'train', or a part of one, such as 'train[95%:]'" in said
 
 
 def test_parts_of_a_split_meet_and_filters_come_after_them(tmp_path):
@@ -149,6 +149,37 @@ def test_a_conversation_ends_at_the_user_and_the_assistant_gives_the_solution(tm
   assert 'config.task.chat = False' in refused(tmp_path, columns={'answer': ''}, chat=False)
 
 
+def test_a_solution_column_of_another_meaning_is_read_only_if_it_is_named(tmp_path):
+  write_jsonl(tmp_path / 'train.jsonl', [{'prompt': 'x', 'answer': '1', 'solution': ['a', 'b']}])
+  (found,) = load(tmp_path, columns={})
+  assert found.extra == {}
+  assert 'the solution is list: expected text or a number' in refused(tmp_path, columns={'solution': 'solution'})
+
+
+def test_a_template_whose_braces_are_no_columns_is_explained(tmp_path):
+  write_jsonl(tmp_path / 'train.jsonl', [{'q': 'x', 'answer': '1'}])
+  said = refused(tmp_path, columns={'prompt': r'{q} as \boxed{2}?'})
+  assert "reads the column '2'" in said
+  assert 'where {{ and }} stand for braces' in said
+
+
+def test_empty_questions_and_answers_are_counted(tmp_path, caplog):
+  rows = [
+    {'prompt': ' ', 'answer': '1'},
+    {'prompt': 'x', 'answer': ''},
+    {'prompt': 'y', 'answer': ''},
+    {'prompt': 'z', 'answer': '2'},
+  ]
+  load(write_jsonl(tmp_path / 'train.jsonl', rows), columns={})
+  said = [record.message for record in caplog.records]
+  assert [message.partition(' of ')[0] for message in said] == ['1', '2']
+  assert said[0].endswith('have an empty question')
+  assert said[1].endswith('have an empty answer')
+  caplog.clear()
+  load(tmp_path, columns={'answer': ''})  # no row has one, as the setting says
+  assert 'answer' not in caplog.text
+
+
 def test_an_answer_that_the_grader_does_not_need_may_be_empty_and_braces_may_be_doubled(tmp_path):
   write_jsonl(tmp_path / 'train.jsonl', [{'q': 'x'}])
   (found,) = load(tmp_path, columns={'prompt': r'{q} as \boxed{{}}?', 'answer': ''})
@@ -168,7 +199,7 @@ def test_an_answer_that_the_grader_does_not_need_may_be_empty_and_braces_may_be_
     ({'prompt': 'question', 'answer': r'none ~ (\w+)'}, 'the column none of the answer is null: expected text or a number'),
     ({'prompt': 'question', 'answer': r'question ~ (\d{9})|5'}, 'answer has no match of'),  # the group has none
     ({'prompt': 'question', 'answer': 'infinite'}, 'the answer is inf: expected text or a number'),
-    ({}, "messages reads the column 'messages', which"),
+    ({}, "prompt reads the column 'prompt', which"),
   ],
 )
 def test_columns_that_do_not_fit_are_named(tmp_path, columns, said):

@@ -31,6 +31,11 @@ def test_a_worked_solution_is_kept(tmp_path):
   assert [p.extra for p in found] == [{'solution': '2 + 3 = 5'}, {}]
 
 
+def test_a_solution_may_be_null_or_a_number(tmp_path):
+  write(tmp_path / 'train.jsonl', *({'prompt': 'x', 'answer': '1', 'solution': solution} for solution in (None, 5)))
+  assert [p.extra for p in problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')] == [{}, {'solution': '5'}]
+
+
 def test_the_test_split_is_a_separate_file(tmp_path):
   write(tmp_path / 'train.jsonl', {'prompt': 'p', 'answer': '1'})
   write(tmp_path / 'test.jsonl', {'prompt': 'q', 'answer': '2'})
@@ -49,7 +54,9 @@ def test_the_test_split_is_a_separate_file(tmp_path):
     ({'prompt': 'x'}, 'answer = None'),
     ({'prompt': 'x', 'answer': True}, 'answer = True'),
     ({'prompt': ['x'], 'answer': '1'}, "prompt = ['x']"),
-    ({'prompt': 'x', 'answer': '1', 'solution': 1}, 'solution = 1: expected text'),
+    ({'prompt': 'x', 'answer': float('nan')}, 'answer = nan: expected text or a number'),
+    ({'prompt': 'x', 'answer': '1', 'solution': ['y']}, "solution = ['y']: expected text or a number"),
+    ({'question': 'x', 'answer': '1'}, "a file with other columns needs config.task.kind = 'dataset' and config.task.columns"),
     ({'messages': [], 'answer': '1'}, 'messages = []'),
     ({'messages': [{'role': 'human', 'content': 'x'}], 'answer': '1'}, 'messages[0]'),
     ({'messages': [{'role': 'user', 'content': ['x']}], 'answer': '1'}, 'messages[0]'),

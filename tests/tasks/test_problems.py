@@ -94,6 +94,11 @@ def test_held_out_questions_that_are_also_trained_on_are_counted(tmp_path):
   assert problems.shared(*loaded('train[:2]', 'train[2:4]')) == 0
   assert problems.shared(*loaded('train[:3]', 'train[2:]')) == 2
   assert problems.shared(*loaded('train', 'train')) == 5
+  posed = [
+    Task(kind='dataset', path=str(tmp_path), splits=('train[:2]',) * 2, columns={'prompt': text})
+    for text in ('prompt', '{prompt}?')
+  ]
+  assert problems.shared(problems.load(posed[0], 'train'), problems.load(posed[1], 'test'), [0, 1]) == 2  # equal rows
   source = MixtureSource(kind='jsonl', path=str(tmp_path), splits=('train', 'train'))
   mixed = Task(kind='mixture', mixture={'a': source})
   assert problems.shared(problems.load(mixed, 'train'), problems.load(mixed, 'test'), [4, 1, 0]) == 3
