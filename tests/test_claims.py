@@ -437,6 +437,21 @@ def test_the_readme_has_the_accuracies_of_the_results():
   assert f'{expected}{mean(snapkv, "naive")} without a correction, {mean(snapkv, "dense")} with dense rollouts' in readme
 
 
+def test_the_readme_and_the_guide_have_the_accuracies_of_the_phases():
+  readme, guide = ((ROOT / name).read_text() for name in ('README.md', 'docs/cheap_rollouts.md'))
+  records, budgets = command.saved(find('sparse_rl_phases')), (88, 96, 104, 112, 144)
+  naive, ours = (
+    {budget: f'{np.mean([run["scores"] for run in records[f"{arm}@{budget}"].values()]):.3f}' for budget in budgets}
+    for arm in ('naive', 'sparse_rl')
+  )
+  before, dense = (f'{np.mean([run[name] for run in records["dense"].values()]):.3f}' for name in ('before', 'scores'))
+  assert f'{ours[88]} with a cache of 88 tokens, ' + ', '.join(f'{ours[b]} with {b}' for b in budgets[1:]) in readme
+  assert f'without it: {", ".join(naive.values())}; dense rollouts {dense} ({before} before training' in readme
+  for budget in budgets:
+    assert f'R-KV to {budget} tokens, 500 steps' in guide
+    assert f'| {before} | {naive[budget]} | {ours[budget]} (`sparse_rl`) | {dense} |' in guide
+
+
 def test_the_readme_has_the_seconds_and_the_accuracies_of_the_environments():
   readme, experiment = (ROOT / 'README.md').read_text(), find('environments')
   records = command.saved(experiment)

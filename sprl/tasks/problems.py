@@ -66,8 +66,9 @@ def load_source(
   try:
     return _load(task, split, process, processes, first)
   except SettingsError as error:
-    split = 'config.task.splits has', f'config.{key}.split ='
-    message = str(error).replace(*split) if key.startswith('eval.') else str(error)
+    message = str(error)
+    if key.startswith('eval.'):  # a held-out set has one split
+      message = message.replace('config.task.splits has', f'config.{key}.split =')
     raise SettingsError(message.replace('config.task.', f'config.{key}.')) from error
 
 
