@@ -128,6 +128,7 @@ def main() -> int:
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 
   require_single_process('sprl.evaluate')
+  named = step_named(Path(_WORKDIR.value or '') / 'checkpoints', _STEP.value)
   run, model = open_here(run, command_line.settings_of_flags())
   model = model if _WORKDIR.value is None else model.at(began(_WORKDIR.value))
   with ExitStack() as stack:
@@ -137,8 +138,7 @@ def main() -> int:
     if _WORKDIR.value is None:
       params, scales, who, facts = model.load(model.dtype), None, run.model.path, {'model': run.model.path}
     else:
-      step = step_named(Path(_WORKDIR.value) / 'checkpoints', _STEP.value)
-      params, step, scales = restore(model, run, Path(_WORKDIR.value), step)
+      params, step, scales = restore(model, run, Path(_WORKDIR.value), named)
       who, facts = f'{_WORKDIR.value}, step {step}', {'workdir': _WORKDIR.value, 'step': step}
     start = time.perf_counter()
     result = evaluate(run, model, params, held_out, shown=3, scales=scales)

@@ -267,7 +267,7 @@ class Session:
     self.state.amax = [found.tolist() for found in self.learner.amax]
     self.state.calibrated_updates = self.learner.calibrated_updates
     score = self.state.after['metrics']['eval/avg@k'] if self.state.after else None
-    measure = f'{digest(self.state.after.get("how")):08x}' if self.state.after else ''
+    measure = f'{digest(self.state.after.get("how", {}).get("own")):08x}' if self.state.after else ''
     self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score, measure)
     if self.trace is not None:
       self.timeline.write(self.trace)

@@ -8,10 +8,10 @@ from typing import Any
 
 from sprl.config import Run
 from sprl.io.checkpoint import CheckpointError, best_step
-from sprl.io.config_file import config_differences
 from sprl.io.html_report import partners, write_report
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
+from sprl.rollout.evaluate import differences
 from sprl.session import Finished
 
 log = logging.getLogger(__name__)
@@ -25,14 +25,14 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   """Draw the plots, write report.html, and return the summary as text. Its last line names the report."""
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
-  temperature = after['how']['eval']['temperature'] if 'how' in after else run.eval.temperature
+  temperature = after['how']['own']['eval']['temperature'] if 'how' in after else run.eval.temperature
   how = 'greedy' if temperature == 0 else f'{k} samples each at temperature {temperature:g}'
   score = 'score of the first reward' if len(run.task.rewards) > 1 else 'reward'
   lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
     lines.append(f'  {name:7s} {score} {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
-  if changes := config_differences(before.get('how', {}), after.get('how', {}), {}):
+  if changes := differences(before, after, sets=False):
     lines.append(f'  these two do not compare, because evaluations have changed: {"; ".join(changes)}')
   if any(result['metrics']['eval/ungraded'] for result in (before, after)):
     failed = [_failed(result['metrics']) for result in (before, after)]

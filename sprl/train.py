@@ -34,7 +34,7 @@ from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints, committed, newest_record
-from sprl.io.config_file import config_differences, read_config, write_config
+from sprl.io.config_file import check_config, config_differences, read_config, write_config
 from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog, read_metrics
 from sprl.io.progress import Progress
@@ -56,7 +56,7 @@ from sprl.own_functions import check_own_functions, checksums
 from sprl.planning.remat import as_stored, decided
 from sprl.planning.room import check_caches_fit, check_evaluation_fits
 from sprl.remarks import remarks
-from sprl.rollout.evaluate import eval_engine
+from sprl.rollout.evaluate import differences, eval_engine
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import FROM_SETTINGS, EvalSet, Inputs, RolloutSetup, on_all_processes, place_engines
@@ -153,6 +153,9 @@ def setup(
 
   # --- processes, threads, the work directory ------------------------------------------------------------------------
   origin = team.broadcast('origin', lambda: find_origin(start.source, run, model, workdir))
+  chosen, defaults = settings.to_dict(run), settings.to_dict(Run())
+  may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
+  team.broadcast('config', lambda: check_config(workdir, chosen, may_change, defaults))
   rollouts.check(team.broadcast('prompts', lambda: saved_prompts(workdir)), workdir)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
   done = max(saved, default=0)
@@ -165,8 +168,7 @@ def setup(
     stack.enter_context(exclusive(workdir))
     if committed(workdir / 'checkpoints') != saved:
       raise SettingsError(f'--workdir={workdir}: another process has saved a checkpoint meanwhile; start the command again')
-    may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
-    for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
+    for difference in write_config(workdir, chosen, may_change, defaults):
       log.warning('settings changed since this run began: %s', difference)
     sources, starts = graders.checksums(rollouts.rewards) | own, read_starts(workdir)['starts']
     known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
@@ -178,7 +180,7 @@ def setup(
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
-  if changes := state.before and config_differences(state.before.get('how', eval_set.how(run)), eval_set.how(run), {}):
+  if changes := differences(state.before, {'how': eval_set.how(run)}):
     log.warning('evaluations do not compare with those of earlier starts of this run: %s', '; '.join(changes))
   if team.leads and done == run.steps and state.before and state.after:
     log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, done)

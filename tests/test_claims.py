@@ -393,7 +393,9 @@ def test_seeds_with_arms_of_several_commits_are_named():
 
 
 def test_the_table_of_means_has_the_lowest_seed():
-  assert '<tr><td><code>b</code></td><td>0.5 / 0.4</td><td>0.4</td>' in page.means(EXPERIMENT, records(0.2))
+  found = records(0.2)
+  assert '<tr><td><code>b</code></td><td>0.5 / 0.4</td><td>0.4</td>' in page.means(EXPERIMENT, found)
+  assert '<tr><td><code>b</code></td><td>- / -</td><td>-</td>' in page.means(EXPERIMENT, found | {'b': {}})
 
 
 def test_all_numbers_of_simulated_gpus_are_on_the_page():

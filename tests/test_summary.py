@@ -59,7 +59,7 @@ def test_the_summary_says_how_each_evaluation_was_made(monkeypatch, tmp_path):
 
   def result(temperature):
     scores = {'eval/avg@k': 0.5, 'eval/problems': 5.0, 'eval/samples': 4.0, 'eval/ungraded': 0.0}
-    return {'metrics': scores, 'samples': [], 'how': {'eval': {'temperature': temperature}}}
+    return {'metrics': scores, 'samples': [], 'how': {'own': {'eval': {'temperature': temperature}}, 'sets': {}}}
 
   def report(before, after, rewards=()):
     run = Run(task=Task(rewards=rewards))
@@ -68,4 +68,7 @@ def test_the_summary_says_how_each_evaluation_was_made(monkeypatch, tmp_path):
   assert '(4 samples each at temperature 1):' in report(1.0, 1.0)  # the settings of now are greedy
   assert 'do not compare' not in report(1.0, 1.0)
   assert 'these two do not compare, because evaluations have changed: eval.temperature: 1.0 -> 0.5' in report(1.0, 0.5)
+  older = {name: value for name, value in result(1.0).items() if name != 'how'}
+  text = closing_report(Run(), tmp_path, Finished(3, True, None, None, None, older, result(1.0)))  # pyright: ignore
+  assert 'do not compare' not in text  # an older version did not record how
   assert '  before  score of the first reward 0.500' in report(1.0, 1.0, ('math', 'mine.py:brief=0.2'))

@@ -226,8 +226,8 @@ def means(experiment: Experiment, records: Records) -> str:
   rows = [_row('th', ('arm', ACCURACY, 'lowest seed', *names[1:]))]
   for arm, of_arm in records.items():
     first, *cells = (_by_start(of_arm, name, len(experiment.task.warm)) for name in names)
-    lowest = min(np.mean(found['scores']) for found in of_arm.values())
-    rows.append(_row('td', (f'<code>{arm}</code>', first, f'{lowest:.3g}', *cells)))
+    lowest = f'{min(np.mean(found["scores"]) for found in of_arm.values()):.3g}' if of_arm else '-'
+    rows.append(_row('td', (f'<code>{arm}</code>', first, lowest, *cells)))
   summary = 'Means of the runs: accuracy after training, and series over the steps; a number for each warm start'
   return '\n'.join([f'<details><summary>{summary}</summary><table>', *rows, '</table></details>\n'])
 

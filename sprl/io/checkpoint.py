@@ -75,9 +75,8 @@ class Restored:
 class Checkpoints:
   """The checkpoints of one run, in one folder.
 
-  The `keep_last` newest checkpoints and the one with the highest score are kept; scores of different measures do not compare, so
-  of each measure one is kept. Saving a step deletes the checkpoints of later
-  steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
+  The `keep_last` newest checkpoints and, for each measure, the one with the highest score are kept. Saving a step deletes the
+  checkpoints of later steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
   """
 
   def __init__(self, folder: str | os.PathLike, keep_last: int, team: Team = ALONE):
@@ -243,13 +242,13 @@ def best_step(folder: Path) -> int:
 
 def _best(folder: Path, steps: Sequence[int]) -> dict[str, int]:
   """Return the best step of each measure, in the order of the newest score of each. Of equal scores the newer one is best."""
+  records = {step: _read_record(folder / files.step_name(step)) for step in steps}
+  scored = {step: record for step, record in records.items() if record.get('score') is not None}
+  newest = next((record['measure'] for record in reversed(scored.values()) if record.get('measure')), '')
   best: dict[str, tuple[float, int]] = {}
-  for step in steps:
-    record = _read_record(folder / files.step_name(step))
-    if record.get('score') is not None:
-      measure = record.get('measure', '')
-      found = max(best.pop(measure, (-math.inf, -1)), (record['score'], step))
-      best[measure] = found
+  for step, record in scored.items():
+    measure = record.get('measure') or newest  # a record of an older version has none
+    best[measure] = max(best.pop(measure, (-math.inf, -1)), (record['score'], step))
   return {measure: step for measure, (_, step) in best.items()}
 
 

@@ -21,8 +21,25 @@ def write_config(
 ) -> list[str]:
   """Write config.json and return its differences from the previous one, each as `key: old -> new`.
 
+  The work directory is created if it does not exist. The arguments and errors are those of `check_config`.
+  """
+  differences = check_config(workdir, config, may_change, defaults)
+  path = Path(workdir) / _CONFIG
+  path.parent.mkdir(parents=True, exist_ok=True)
+  files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + '\n')
+  return differences
+
+
+def check_config(
+  workdir: str | os.PathLike,
+  config: Mapping[str, Any],
+  may_change: Sequence[str] | None = (),
+  defaults: Mapping[str, Any] | None = None,
+) -> list[str]:
+  """Return the differences of these settings from config.json, each as `key: old -> new`. Writes nothing.
+
   Args:
-    workdir: the work directory; created if it does not exist.
+    workdir: the work directory, which need not exist.
     config: the settings, nested.
     may_change: keys or sections that may differ in a resumed run, such as `steps` or `log`; None: all.
     defaults: the previous value of settings that the previous config.json lacks because they are newer.
@@ -38,8 +55,6 @@ def write_config(
       f'{workdir} holds a run with other settings. Expected the same, or a new --workdir; --from={workdir} begins a new run from '
       'the weights of this one:\n  ' + '\n  '.join(f'config.{difference}' for difference in refused)
     )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + '\n')
   return differences
 
 

@@ -20,6 +20,7 @@ class Origin:
 
   workdir: Path  # absolute
   step: int
+  best: bool = False  # whether it was asked for as the best one
 
   def __str__(self) -> str:
     return f'{self.workdir}:{self.step}'
@@ -29,7 +30,9 @@ class Origin:
 class Start:
   """What a caller says of a start of a run."""
 
-  source: str | None = None  # RUN or RUN:STEP, the run whose weights a new run starts from; None: the model's own weights
+  source: str | None = (
+    None  # RUN, RUN:STEP or RUN:best, the run whose weights a new run starts from; None: the model's own weights
+  )
   command: str | None = None  # that starts it; None: a Python program
 
 
@@ -66,7 +69,7 @@ def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
 def recorded_origin(workdir: str | os.PathLike) -> Origin | None:
   """Return where the first weights of the run in a work directory come from; None: from the model of its settings."""
   found = read_starts(workdir)['from']
-  return None if found is None else Origin(Path(found['workdir']), int(found['step']))
+  return None if found is None else Origin(Path(found['workdir']), int(found['step']), found.get('best', False))
 
 
 def began(workdir: str | os.PathLike) -> str:
@@ -82,6 +85,8 @@ def last_folder(workdir: str | os.PathLike) -> str:
 def add_start(workdir: str | os.PathLike, origin: Origin | None, time: str, facts: Mapping[str, Any]) -> None:
   """Append a start of the run to starts.json. `time` is that of `began`. `facts` are the step, the command and others."""
   starts = [*read_starts(workdir)['starts'], dict(facts)]
-  source = None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step}
+  source = (
+    None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step} | ({'best': True} if origin.best else {})
+  )
   content = {'from': source, 'began': time, 'starts': starts}
   files.write_text(Path(workdir) / _STARTS, json.dumps(content, indent=2) + '\n')

@@ -1,4 +1,4 @@
-"""The first weights of a run from a checkpoint of another run: `python -m sprl.main --from=RUN[:STEP]`.
+"""The first weights of a run from a checkpoint of another run: `python -m sprl.main --from=RUN[:STEP|:best]`.
 
 The network, or its adapters, come from the checkpoint, in the dtype and on the mesh of the new run. Everything else is new: the
 optimiser, the step, the problems, the seed. The reference of a KL term stays the model of `config.model.path`.
@@ -63,7 +63,7 @@ def _newest(folder: Path, step: int | Literal['best'] | None, workdir: Path) -> 
     raise SettingsError(f'--from={folder}: is the new run itself; expected another run, or a new --workdir')
   checkpoints = folder / 'checkpoints'
   if step == 'best':
-    step = best_step(checkpoints)
+    return Origin(folder, best_step(checkpoints), best=True)
   if step is None and (step := max(committed(checkpoints), default=None)) is None:
     raise CheckpointError(f'--from={folder}: {no_checkpoint(checkpoints)}')
   return Origin(folder, read_record(checkpoints, step).step)
@@ -72,7 +72,9 @@ def _newest(folder: Path, step: int | Literal['best'] | None, workdir: Path) -> 
 def _is(origin: Origin | None, source: str) -> bool:
   """Return whether `source` names this origin."""
   folder, step = parse_source(source)
-  return origin is not None and folder.resolve() == origin.workdir.resolve() and step in (None, 'best', origin.step)
+  if origin is None or folder.resolve() != origin.workdir.resolve():
+    return False
+  return origin.best if step == 'best' else step in (None, origin.step)
 
 
 def _check_same(source: str, origin: Origin | None, workdir: Path) -> None:

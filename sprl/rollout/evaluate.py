@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sprl.cache.scales import Scales
-from sprl.config import DENSE, UNQUANTISED, Quant, Rollout, Run
+from sprl.config import DENSE, UNQUANTISED, Quant, Rollout, Run, to_dict
 from sprl.distributed.team import ALONE, Team
+from sprl.io.config_file import config_differences
 from sprl.io.pass_at_k import interval, pass_at_k
 from sprl.model import Model
 from sprl.models.transformer import Params
@@ -122,6 +123,20 @@ def evaluate(
       own['metrics'] |= {f'eval/{name}/{metric.removeprefix("eval/")}': value for metric, value in found.items()}
     own['sets'] = results
   return own
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], sets: bool = True) -> list[str]:
+  """Return how two results of `evaluate` were made differently, as `setting: old -> new`; [] if one does not say how.
+
+  Without `sets` only what decides the scores of the first set counts.
+  """
+  if 'how' not in before or 'how' not in after:  # one of an older version, or none
+    return []
+  defaults = {'eval': to_dict(Run())['eval']}  # of settings that are newer than `before`
+  found = config_differences(before['how']['own'], after['how']['own'], defaults)
+  if sets:
+    found += [f'eval.sets.{line}' for line in config_differences(before['how']['sets'], after['how']['sets'], {})]
+  return found
 
 
 def refused(t: Trajectory) -> bool:

@@ -17,6 +17,7 @@ from sprl.cache.layout import CacheLayout
 from sprl.config import EPISODES, Run, SettingsError, Task, to_dict
 from sprl.distributed.team import ALONE, Team
 from sprl.foreign import attempt
+from sprl.io.config_file import located
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.model import Model
@@ -82,10 +83,15 @@ class EvalSet:
   more: Mapping[str, 'EvalSet'] = field(default_factory=dict)  # sets that are evaluated after this one, by name
 
   def how(self, run: Run) -> dict[str, Any]:
-    """Return what decides a score beside the weights and the rewards: settings, and checksums of the problems by set."""
-    asked = {name: value for name, value in to_dict(run)['eval'].items() if name != 'every'}
-    known = {name or 'own': f'{each.digest:08x}' for name, each in {'': self, **self.more}.items() if each.digest}
-    return {'eval': asked, 'problems': known}
+    """Return what decides scores beside the weights and the rewards: settings, and checksums of the problems.
+
+    own     for the scores of this set
+    sets    for those of each other set, by name
+    """
+    asked = {name: value for name, value in located(to_dict(run))['eval'].items() if name != 'every'}
+    sets = asked.pop('sets')
+    more = {name: {**sets[name], 'problems': f'{each.digest:08x}'} for name, each in self.more.items()}
+    return {'own': {'eval': asked, 'problems': f'{self.digest:08x}'}, 'sets': more}
 
 
 @dataclass(frozen=True)

@@ -208,10 +208,13 @@ def test_a_run_without_a_checkpoint_may_begin_again_from_another_one(folder, sou
   add_start(workdir, Origin(source, 1), '2026-01-01T00:00:00', {'step': 0})
   assert find_origin(str(source), run(folder), opened, workdir) == Origin(source, 1)  # the newest checkpoint of the first start
   assert find_origin(f'{source}:2', run(folder), opened, workdir) == Origin(source, 2)
+  assert find_origin(f'{source}:best', run(folder), opened, workdir) == Origin(source, 2, best=True)  # not that of step 1
+  add_start(workdir, Origin(source, 1, best=True), '2026-01-01T00:00:00', {'step': 0})
+  assert find_origin(f'{source}:best', run(folder), opened, workdir) == Origin(source, 1, best=True)  # as it was then
 
 
 def test_the_best_checkpoint_is_an_origin_and_is_exported(folder, source, tmp_path):
-  assert find_origin(f'{source}:best', run(folder), Model.open(run(folder)), tmp_path / 'new') == Origin(source, 2)
+  assert find_origin(f'{source}:best', run(folder), Model.open(run(folder)), tmp_path / 'new') == Origin(source, 2, best=True)
   status, out, err = tiny.run('export', f'--workdir={source}', f'--out={tmp_path / "out"}', '--step=best')
   assert (status, 'the weights after step 2' in out) == (0, True), err  # only the last step was evaluated
 
@@ -219,6 +222,8 @@ def test_the_best_checkpoint_is_an_origin_and_is_exported(folder, source, tmp_pa
 def test_a_refused_resume_leaves_the_record_of_the_run(folder, source, tmp_path):
   shutil.copytree(source, tmp_path / 'run')
   before = {name: (tmp_path / 'run' / name).read_bytes() for name in ('config.json', 'starts.json')}
+  with pytest.raises(SettingsError, match=r'holds a run with other settings.*\n  config\.seed: 0 -> 5'):
+    begin(folder, str(tmp_path / 'run'), seed=5)  # other settings are named before the problems that they change
   data = folder / 'train.jsonl'
   whole = data.read_text()
   data.write_text(whole + '\n' + json.dumps({'prompt': 'one more', 'answer': '1'}))
@@ -241,9 +246,9 @@ def test_a_resume_says_that_evaluations_no_longer_compare(folder, source, tmp_pa
     finished = begin(folder, str(tmp_path / 'run'), eval__max_tokens=8)
   finally:
     held_out.write_text(whole)
-  said = 'evaluations do not compare with those of earlier starts of this run: eval.max_tokens: 4 -> 8; problems.own: '
+  said = 'evaluations do not compare with those of earlier starts of this run: eval.max_tokens: 4 -> 8; problems: '
   assert said in caplog.text
-  assert finished.after['how']['eval']['max_tokens'] == 4  # no step was left, so the saved evaluation stays
+  assert finished.after['how']['own']['eval']['max_tokens'] == 4  # no step was left, so the saved evaluation stays
 
 
 def test_an_origin_that_cannot_be_used_is_refused(folder, source, tmp_path):

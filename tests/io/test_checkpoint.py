@@ -170,6 +170,14 @@ def test_scores_of_different_measures_do_not_compete(folder):
     step_named(folder, 'last')
 
 
+def test_scores_of_an_older_version_count_as_measured_like_the_newest(folder):
+  checkpoints = Checkpoints(folder, 5)
+  for step, score, measure in [(1, 0.9, ''), (2, 0.8, 'now'), (3, None, '')]:
+    checkpoints.save(step, tiny(step), {}, score, measure)
+  checkpoints.close()
+  assert best_step(folder) == 1
+
+
 def test_without_a_score_no_checkpoint_is_best(folder):
   saved(folder, 1)
   with pytest.raises(CheckpointError, match=r'no checkpoint has a score; config\.eval\.every'):
