@@ -57,7 +57,7 @@ def define_config(argv: list[str]) -> None:
     given = 'both' if _MODEL.value else 'neither'
     raise SettingsError(f'expected either --workdir=RUN or --model=FOLDER, got {given}')
   if _MODEL.value is not None and _STEP.value is not None:
-    raise SettingsError(f'--step = {_STEP.value!r}: expected none with --model, which has no checkpoints')
+    raise SettingsError(f'--step = {_STEP.value}: expected none with --model, which has no checkpoints')
   if _names_config(argv):
     if _WORKDIR.value is not None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
