@@ -46,6 +46,11 @@ class Comparison:
     return self.measure, self.against_measure or self.measure
 
 
+def arm_named(name: str) -> dict[str, Any]:
+  """Return the settings of an arm of sprl, or of the control `random_veto`."""
+  return {'arm': 'sparse_rl', RANDOM_VETO: True} if name == 'random_veto' else {'arm': name}
+
+
 def at_start(series: str) -> str:
   """Return the measure that is the mean of a series over the first fifth of the steps."""
   return f'{series}{START}'

@@ -17,14 +17,13 @@ A key without an entry reads the column with its own name. A conversation (`mess
 a message of the assistant. That message is the solution, and also the answer, if the data set has no columns for them.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sprl.config import SettingsError, Task
-from sprl.tasks.jsonl import check_messages
+from sprl.tasks.jsonl import check_messages, is_text
 from sprl.tasks.selection import ABSENT, at, parse_split, selected
 from sprl.tasks.tables import ENDINGS, Table
 
@@ -210,7 +209,7 @@ def _conversation(where: str, messages: list[Any], task: Task) -> tuple[list[Any
 
 
 def _text(where: str, name: str, value: Any) -> str:
-  if not isinstance(value, str | int | float) or value in (math.inf, -math.inf) or value != value:
+  if not is_text(value):
     kind = 'null' if value is None else value if isinstance(value, float) else type(value).__name__
     without = "; config.task.filters = ('COLUMN!=null',) leaves out rows without a value" if value is None else ''
     raise SettingsError(f'{where}: the {name} is {kind}: expected text or a number{without}')

@@ -65,9 +65,14 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
 
 
 def _text(where: str, name: str, value: Any) -> str:
-  if not isinstance(value, str | int | float) or isinstance(value, bool) or value in (math.inf, -math.inf) or value != value:
+  if not is_text(value) or isinstance(value, bool):
     raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
   return str(value)
+
+
+def is_text(value: Any) -> bool:
+  """Return whether a value is text or a finite number."""
+  return isinstance(value, str) or (isinstance(value, int | float) and value not in (math.inf, -math.inf) and value == value)
 
 
 def check_messages(where: str, messages: Any) -> None:

@@ -109,7 +109,7 @@ class Share(Sequence[Mapping[str, Any]]):
     self._held: dict[int, Mapping[str, Any]] = {}
     self._count = self.digest = self.without_question = self.without_answer = 0
     for row in rows:
-      self.without_question += not (row['messages'][-1]['content'] if row.get('messages') else row['prompt']).strip()
+      self.without_question += not _messages(row)[-1]['content'].strip()
       self.without_answer += not row['answer']
       self.digest = digest([row.get('messages') or row['prompt'], row['answer']], self.digest)
       if holder(first + self._count, processes) == process:
@@ -139,9 +139,8 @@ class Problems(Sequence[Problem]):
     """Yield what these problems ask; None: all problems. Problems that are generated on demand have none."""
     for i in (range(len(self)) if indices is None else indices) if self.digest else ():
       row = self._rows[i]
-      messages = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
       columns = row.get('row')
-      yield Asked(tuple((m['role'], m['content']) for m in messages), hash(_as_text(columns)) if columns else None)
+      yield Asked(tuple((m['role'], m['content']) for m in _messages(row)), hash(_as_text(columns)) if columns else None)
 
   @overload
   def __getitem__(self, index: int) -> Problem: ...
@@ -209,10 +208,15 @@ def named(problem: Problem, grader: str) -> Problem:
 
 def pose(task: Task, row: Mapping[str, Any]) -> Problem:
   """Return the problem of a row: add task.suffix to the question, and task.system if there is no system message."""
-  *before, last = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
+  *before, last = _messages(row)
   question = {'role': last['role'], 'content': last['content'] + task.suffix}
   messages = (*before, question)
   if task.system is not None and messages[0]['role'] != 'system':
     messages = ({'role': 'system', 'content': task.system}, *messages)
   extra, columns = row.get('extra', {}), plain(row.get('row', {}))
   return Problem(row['id'], question['content'], messages if task.chat else (), row['answer'], extra, columns)
+
+
+def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, str]]:
+  """Return the messages of a row; a prompt is one of the user."""
+  return row.get('messages') or [{'role': 'user', 'content': row['prompt']}]

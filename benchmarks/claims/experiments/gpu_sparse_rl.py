@@ -5,7 +5,7 @@ for dense rollouts. Twice that, for 100 steps, is half an hour a run. Prompt and
 128 and 256 are a third and two thirds of a sequence. `sparse_rl_code` has no arm: it refuses a budget below the longest prompt.
 """
 
-from claims.experiment import BEFORE, RANDOM_VETO, REWARD, Claim, Comparison, Experiment, under
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, arm_named, under
 from claims.gpu_tasks import GSM8K
 
 BUDGETS, APART = (128, 256), 128
@@ -13,8 +13,7 @@ MISMATCH, ROLLOUT = 'rollout_corr/k3_kl', 'time/rollout'
 
 
 def _arm(name, budget):
-  control = {'arm': 'sparse_rl', RANDOM_VETO: True} if name == 'random_veto' else {'arm': name}
-  return f'{name}@{budget}', control | {'cache.budget': budget, 'cache.interval': 64}
+  return f'{name}@{budget}', arm_named(name) | {'cache.budget': budget, 'cache.interval': 64}
 
 
 EXPERIMENT = Experiment(

@@ -11,7 +11,7 @@ An earlier plan was changed after eleven runs of its first seed, which are not u
 cache, on a quarter of the problems, and did not measure whether the mismatch grows. These runs decided no threshold.
 """
 
-from claims.experiment import BEFORE, RANDOM_VETO, REWARD, Claim, Comparison, Experiment, at_end, at_start, under
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, arm_named, at_end, at_start, under
 from claims.tasks import TOTALS
 
 BUDGETS = (88, 96, 104, 112, 144)
@@ -25,8 +25,7 @@ def _cache(budget):
 
 
 def _arm(name, budget):
-  control = {'arm': 'sparse_rl', RANDOM_VETO: True} if name == 'random_veto' else {'arm': name}
-  return f'{name}@{budget}', control | _cache(budget)
+  return f'{name}@{budget}', arm_named(name) | _cache(budget)
 
 
 def _at_each(statement, paper, theirs, first, second, above, reasons):
