@@ -157,6 +157,7 @@ def test_names_and_keys_of_sources_are_checked():
   ):
     accepts(task__kind='mixture', task__mixture={'a': {'pathh': 'x'}})
   refuses('eval.sets.a/b', '{...}', eval__sets={'a/b': {'path': 'x'}})
+  refuses('eval.sets.reward', '{...}', eval__sets={'reward': {'path': 'x'}})
 
 
 def test_sources_survive_config_json():
