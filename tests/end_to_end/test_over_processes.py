@@ -258,7 +258,9 @@ def train_both(inputs: Path, workdir: Path, *changes: str) -> tuple[list[dict], 
 @pytest.mark.slow
 def test_adapters_are_trained_over_processes(inputs, tmp_path):
   first, second = check_alike(inputs, tmp_path, *ADAPTERS)
-  assert 0 == first['policy/kl_ref'] < second['policy/kl_ref']
+  # New adapters change no log-probability but by rounding, which is about 1e-15 on some processors.
+  assert abs(first['policy/kl_ref']) < 1e-12
+  assert second['policy/kl_ref'] > 1e-5
 
 
 @pytest.mark.slow
