@@ -23,7 +23,8 @@
 # same command in the same work directory resumes. If a task dies, the others log its name and node and exit. The job resumes when
 # it is submitted again.
 #
-# Nodes without internet need a folder with the model: --config.model.path=FOLDER, or a filled HF_HOME.
+# Nodes without internet need folders with the model and the problems (--config.model.path=FOLDER --config.task.path=FOLDER), or an
+# HF_HOME that has both.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 

@@ -46,6 +46,13 @@ def settings_of_flags() -> frozenset[str]:
   return frozenset(config_flags.get_override_values(flags.FLAGS['config']))
 
 
+def use_model(config: Any, model: str) -> None:
+  """Set `model.path` to the value of --model. Raises SettingsError if a flag sets it to something else."""
+  if 'model.path' in settings_of_flags() and config.model.path != model:
+    raise SettingsError(f'--config.model.path = {config.model.path!r}: expected --model = {model!r}, or the flag --model alone')
+  config.model.path = model
+
+
 def with_shipped_config(argv: list[str], package: Path = Path(__file__).parent) -> list[str]:
   """Return the arguments with a config of an installed sprl in place of a file that does not exist.
 

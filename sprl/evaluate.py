@@ -117,7 +117,7 @@ def main() -> int:
     saved = to_dict(resolve(read_located(_WORKDIR.value or '')))
     run = overridden(saved, resolve(config, command_line.settings_of_flags()), other_data=_DATA.value is not None)
   else:
-    config.model.path = _MODEL.value
+    command_line.use_model(config, _MODEL.value)
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.io.checkpoint import step_named

@@ -52,7 +52,7 @@ def define_config(argv: list[str]) -> None:
 def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
-  config.model.path = _MODEL.value
+  command_line.use_model(config, _MODEL.value)
   access = access_of(_TOKEN.value, os.environ)
   return serve(
     run_of(config, command_line.settings_of_flags()), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value

@@ -21,7 +21,7 @@ from typing import Any
 _LOADED: dict[str, Any] = {}  # environment and tasks, loaded once, before the processes of the episodes are forked
 
 
-def prepare(
+def prepare_agents(
   taskset: str | Mapping[str, Any], env: Mapping[str, Any] | None = None, path: str | None = None, held_out: int = 0, **_: Any
 ):
   """Load the environment, and its tasks if there is an end of them."""

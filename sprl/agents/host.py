@@ -30,11 +30,14 @@ import selectors
 import signal
 import socket
 import sys
+import sysconfig
 import time
+import traceback
 from dataclasses import dataclass
 
 LARGEST_REWARD = 3.4e38  # the learner reads rewards in float32
 GLANCE = 0.2  # seconds between two looks at processes that end without a word
+LIBRARIES = ('<frozen ', __file__, *(sysconfig.get_path(name) + os.sep for name in ('stdlib', 'purelib', 'platlib')))
 
 
 @dataclass
@@ -101,8 +104,8 @@ class Host:
       assert spec is not None and spec.loader is not None  # true of every path that ends in .py  # noqa: PT018
       module = sys.modules['agent_program'] = importlib.util.module_from_spec(spec)
       spec.loader.exec_module(module)
-      self.agent = getattr(module, name)
-      if prepare := getattr(module, 'prepare', None):
+      self.agent = function(module, path, name, self.args)
+      if prepare := getattr(module, 'prepare_agents', None):
         prepare(**self.args)
       if 'openai' in sys.modules:  # its first request would load these in every process, for half a second
         importlib.import_module('openai.resources')
@@ -184,6 +187,25 @@ class Host:
     self.connection.sendall((json.dumps(message) + '\n').encode())
 
 
+def function(module, path, name, args):
+  """Return the agent of a file. Raises AttributeError or TypeError if it is missing, or cannot be called with these arguments."""
+  if not hasattr(module, name):
+    own = sorted(key for key, value in vars(module).items() if getattr(value, '__module__', '') == module.__name__)
+    raise AttributeError(f'{path} has no {name}; it has {", ".join(own) or "no function"}')
+  found = getattr(module, name)
+  if not callable(found):
+    raise TypeError(f'{name} is a {type(found).__name__}: expected a function')
+  try:
+    signature = inspect.signature(found)
+  except ValueError:  # some functions of C have none
+    return found
+  try:
+    signature.bind('', {}, **args)
+  except TypeError as error:
+    raise TypeError(f'{name}{signature} cannot be called with a URL, a row and config.task.args: {error}') from error
+  return found
+
+
 def how_it_ends(pid):
   """Return the status of a process that has closed its pipe and so is about to end; None if it still runs after a second."""
   for _ in range(100):
@@ -221,9 +243,15 @@ async def wait_for(awaitable):
 
 
 def reason(error):
-  """Return the type and the message of an error, at most 500 characters, which UTF-8 can encode."""
+  """Return the type and the message of an error, and where the user's code raised it.
+
+  At most 500 characters, which UTF-8 can encode.
+  """
   try:
-    return f'{type(error).__name__}: {error}'[:500].encode(errors='replace').decode()
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(code, line) for code, line in frames if not code.co_filename.startswith(LIBRARIES)]
+    place = ''.join(f' ({code.co_filename[-200:]}:{line}, in {code.co_name[-100:]})' for code, line in users[-1:])
+    return (f'{type(error).__name__}: {error}'[: 500 - len(place)] + place).encode(errors='replace').decode()
   except BaseException:  # the error's own __str__ fails
     return type(error).__name__
 

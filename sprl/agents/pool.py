@@ -436,11 +436,11 @@ class _Host:
     self._heard({})  # wakes the pool
 
 
-def check_program(agent: str, python: str | None) -> None:
+def check_program(agent: str, python: Any) -> None:
   """Raise SettingsError if the file of an agent, its interpreter or the packages of the endpoint are missing."""
   check_installed("config.task.kind = 'agent'")
   file = Path(agent.rpartition(':')[0])
   if not file.is_file():
     raise SettingsError(f'config.task.name = {agent!r}: {file}: no such file')
-  if python is not None and not os.access(python, os.X_OK):
+  if python is not None and not (isinstance(python, str) and os.access(python, os.X_OK)):
     raise SettingsError(f"config.task.args['python'] = {python!r}: expected an interpreter that can be executed")

@@ -11,6 +11,7 @@ here a process uses all GPUs that it sees.
 """
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -35,6 +36,8 @@ JAX_DEFAULT = 100  # seconds without a heartbeat
 INTRODUCTION = 10  # seconds that a connection may be silent before it has shown the key
 JAX_LATER = 60  # seconds that JAX waits longer than a watchdog, which names the cause
 VARIABLES = ('SPRL_COORDINATOR', 'SPRL_PROCESSES', 'SPRL_PROCESS')
+JAX_MEETING = 300  # seconds in which all processes have to start
+log = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
@@ -70,13 +73,21 @@ def initialize(environment: Mapping[str, str] = os.environ, patience: float = ma
   """Join the other processes and return their number. From then on, `jax.devices()` are the devices of all processes.
 
   Waits until all processes have called it. A single process does not wait. JAX aborts the others when a process is silent for
-  longer than `patience` seconds, or 100 s if there is no limit. Raises SettingsError as `identity` does.
+  longer than `patience` seconds, or 100 s if there is no limit, and aborts all that have started if one is missing after
+  JAX_MEETING seconds. Raises SettingsError as `identity` does, and if process 0 cannot listen on its port.
   """
   me = identity(environment)
   if me is not None and me.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would catch SIGTERM, which the training loop handles
-    options = {'cluster_detection_method': 'deactivate', 'heartbeat_timeout_seconds': heartbeat(patience)}
-    jax.distributed.initialize(me.coordinator, me.processes, me.process, **options)
+    meeting = {'initialization_timeout': JAX_MEETING, 'heartbeat_timeout_seconds': heartbeat(patience)}
+    # JAX aborts a process that waits in vain, and names no setting.
+    log.info(f'SPRL_PROCESS={me.process} of {me.processes} meets the others at SPRL_COORDINATOR={me.coordinator}')
+    try:
+      jax.distributed.initialize(*me, cluster_detection_method='deactivate', **meeting)
+    except RuntimeError as error:
+      raise SettingsError(
+        f'SPRL_COORDINATOR = {me.coordinator!r}: expected a free port of the host of process 0 ({error})'
+      ) from error
   _disable_cache_on_cpus()
   return 1 if me is None else me.processes
 

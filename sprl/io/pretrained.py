@@ -79,7 +79,11 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
       raise PretrainedError(f'config.model.path = {name!r}: no such folder; expected {_accepted()}')
     folder = _from_hub(name)
   if not (folder / 'config.json').is_file():
-    raise PretrainedError(f'{folder}: has no config.json; expected a Hugging Face model folder')
+    adapter = '; it has an adapter: merge it, or export its run without --adapter'
+    found = adapter if (folder / 'adapter_config.json').is_file() else ''
+    raise PretrainedError(
+      f'config.model.path = {name!r}: {folder} has no config.json; expected a Hugging Face model folder{found}'
+    )
   return folder
 
 

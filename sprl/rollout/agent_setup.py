@@ -83,6 +83,8 @@ def check_agents(task: Task, tokenizer: Tokenizer) -> None:
   if options['tool_format'] not in PARSERS:
     known = ', '.join(PARSERS)
     raise SettingsError(f"config.task.args['tool_format'] = {options['tool_format']!r}: expected one of {known}")
+  if type(port := options['port']) is not int or not 0 <= port < 1 << 16:
+    raise SettingsError(f"config.task.args['port'] = {port!r}: expected a number from 0 to 65535; 0: a free port")
   for split in ('train', 'test'):
     agent_data(task, split)
   ChatCodec(tokenizer)

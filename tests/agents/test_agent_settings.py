@@ -58,6 +58,9 @@ def test_the_program_of_a_task(tmp_path, monkeypatch):
   [
     ({'name': 'absent.py:agent'}, r'absent\.py: no such file'),
     ({'args': {'python': '/no/such/python'}}, r"config\.task\.args\['python'\] = '/no/such/python'"),
+    ({'args': {'python': 3}}, r"config\.task\.args\['python'\] = 3: expected an interpreter"),
+    ({'args': {'port': '80'}}, r"config\.task\.args\['port'\] = '80': expected a number from 0 to 65535"),
+    ({'args': {'port': 65536}}, r"config\.task\.args\['port'\] = 65536: expected a number from 0 to 65535"),
     ({'args': {'tool_format': 'xml'}}, r"config\.task\.args\['tool_format'\] = 'xml': expected one of hermes"),
     ({'path': 'nowhere'}, r"config\.task\.path = 'nowhere'.*train\.jsonl: no such file"),
   ],

@@ -187,6 +187,17 @@ def test_a_process_that_misses_its_turn_is_named():
   assert re.search(rf'^\[1\] error: {named}; ', err, re.MULTILINE)
 
 
+def test_a_port_in_use_is_refused_by_the_name_of_its_variable():
+  with socket.socket() as taken:
+    taken.bind(('', 0))
+    taken.listen()
+    coordinator = f'localhost:{taken.getsockname()[1]}'
+    variables = {'SPRL_COORDINATOR': coordinator, 'SPRL_PROCESSES': '2', 'SPRL_PROCESS': '0', 'JAX_PLATFORMS': 'cpu'}
+    call = 'from sprl.distributed.process_group import initialize; initialize()'
+    ended = subprocess.run([sys.executable, '-c', call], env=os.environ | variables, capture_output=True, text=True)
+  assert f"SettingsError: SPRL_COORDINATOR = '{coordinator}': expected a free port of the host of process 0" in ended.stderr
+
+
 @pytest.mark.parametrize(('devices', 'enabled'), [(1, True), (2, False)])
 @pytest.mark.parametrize('begin', [initialize, partial(require_single_process, 'sprl.evaluate')])
 def test_several_cpus_disable_the_compilation_cache(monkeypatch, tmp_path, begin, devices, enabled):

