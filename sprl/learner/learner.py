@@ -235,8 +235,8 @@ def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.n
 
 
 def overlong(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
-  """Return what the length of each completion subtracts from its reward."""
-  length = np.array([len(t.completion) for t in trajectories], np.int32)
+  """Return what the length of each completion subtracts from its reward. Of an episode's sequences the longest counts."""
+  length = np.array([max(len(s.completion) for s in sequences(t)) for t in trajectories], np.int32)
   return overlong_penalty(length, run.sampling.max_tokens, run.advantage.overlong)
 
 

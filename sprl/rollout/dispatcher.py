@@ -55,8 +55,8 @@ class Dispatcher:
   def done(self, member: Member) -> None:
     """Remove a member whose request is completed."""
     self._members.pop(member.uid, None)
-    if member.request is not None:
-      member.kept_on = member.engine if member.request.keep else None
+    if member.request is not None and member.request.keep:
+      member.kept_on = member.engine  # without `keep` it stays: other branches of the episode may have caches there
     member.request = member.partial = member.engine = None
 
   def stop(self, member: Member) -> int:

@@ -88,7 +88,7 @@ def evaluate(
   config, quant = eval_engine(run, model, held_out)
   layout = config.layout
   if layout.fp8 and scales is None:
-    some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
+    some = prompts(held_out.source, 0, min(held_out.count, config.prefill), held_out.different)
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
     scales = calibrate.scales((found,), quant, layout, params)
   if synced is None or not same_weights(quant, run.quant):

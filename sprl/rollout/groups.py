@@ -28,7 +28,7 @@ class Member:
   request: Request | None = None  # that an engine is to complete
   partial: Completion | None = None  # tokens of the request that were drawn before it was interrupted
   engine: int | None = None  # that runs the request
-  kept_on: int | None = None  # engine that keeps the cache of its last turn
+  kept_on: int | None = None  # engine that keeps the cache of its last turn, or caches of other branches
   asked: float | None = None  # time of its newest request; None: it has made none yet
   ticket: int | None = None  # of a worker's call
   drawn: int = 0  # tokens that this attempt has drawn; updated when a request ends or is stopped

@@ -210,14 +210,14 @@ def _order(seed: int, epoch: int, count: int) -> Int[np.ndarray, ' n']:
   return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:
+def prompts(source: Source, first: int, count: int, different: int | None = None) -> Sequence[Int[np.ndarray, ' _']]:
   """Return the prompts of up to `count` groups from number `first` on.
 
   Groups whose environment fails, or whose messages the chat template refuses, are left out. Raises EnvironmentFault or
-  TokenizerError if that is so for all of the TRIES * count groups.
+  TokenizerError if that is so for all of the TRIES * count groups, or of the `different` ones if the source has no more.
   """
   found: list[Int[np.ndarray, ' _']] = []
-  last = first + TRIES * count - 1
+  last = first + min(TRIES * count, different or TRIES * count) - 1
   for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))

@@ -224,7 +224,7 @@ class RolloutSetup:
       workers = self._started(self._graders() if self.team.leads else None, enter)
       for name, some in self.held_out.items():
         source = self._problem_source(some.problem, self.run.eval_sampling.max_tokens)
-        sets[name] = EvalSet(source, workers, len(some.order), some.samples, digest=some.digest)
+        sets[name] = EvalSet(source, workers, len(some.order), some.samples, different=len(some.order), digest=some.digest)
     return replace(sets.pop(''), more=sets)
 
   def _started(self, pool: WorkerPool | GraderPool | None, enter: Callable[[Any], Any]) -> WorkersLike:

@@ -84,11 +84,13 @@ class Engine:
     self._waiting.append(request)
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
-    """End these requests, or all, and return the tokens that the last `collect` saw of each.
+    """End these requests, and return the tokens that the last `collect` saw of each. None: end all, after the chunks under way.
 
-    A request that runs in a chunk keeps its row until this chunk is collected. Its experts are not returned: that would wait for
-    the chunk.
+    One of these requests that runs in a chunk keeps its row until this chunk is collected. Its experts are not returned: that
+    would wait for the chunk.
     """
+    if uids is None:
+      self._settle()
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
     aborted = []
     gone = np.zeros(len(self._rows), bool)

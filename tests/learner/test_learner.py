@@ -13,7 +13,7 @@ import small
 from sprl.config import Advantage, Loss, ModelSettings, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.learner.batch import shape
-from sprl.learner.learner import Learner, batch_advantages, minibatches
+from sprl.learner.learner import Learner, batch_advantages, minibatches, overlong
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState, guarded_step
 from sprl.model import Model
@@ -122,6 +122,14 @@ def test_a_long_completion_loses_reward_in_its_advantage_alone():
   batches, metrics = learner(run=run).pack(rollouts(REWARDS))
   np.testing.assert_array_equal(batches[0].reward, REWARDS[:4])
   assert metrics['reward/overlong_penalty'] == 0.125
+
+
+def test_of_the_branches_of_an_episode_the_longest_loses_reward():
+  run = dataclasses.replace(RUN, advantage=Advantage('dr_grpo', overlong=0.5), rollout=Rollout(prompts=1, group=2))
+  short, long = rollouts(REWARDS)[:2]
+  assert len(short.completion) < len(long.completion)
+  branched = dataclasses.replace(short, branches=(long,))
+  np.testing.assert_array_equal(overlong([short, branched], run), overlong([short, long], run))
 
 
 def test_filtered_groups_have_advantage_nan():

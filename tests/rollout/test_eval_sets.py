@@ -110,6 +110,7 @@ def test_an_environment_run_may_have_sets_of_problems(tmp_path):
     while not (found := dev.workers.poll([ticket])):
       dev.workers.wait(1.0)
   assert (held_out.count, dev.count, dev.samples) == (4, 3, 2)
+  assert dev.different == 3  # a problem that is lost is not replaced by one behind the last
   assert found == {ticket: Grade(1.0, 'ok')}
 
 

@@ -98,6 +98,19 @@ def test_no_cache_is_kept_of_an_episode_that_ended(fails):
   assert (world.scheduler.counts['errors'] > 0) == (fails > 0)
 
 
+def test_no_cache_is_kept_of_another_branch_of_an_episode_that_ended():
+  world = world_of(Rollout(prompts=2, group=2, sync='keep'), capacity=4, chunk=0.1)
+
+  def talk(number):
+    for branch, keep in ((0, True), (1, False)):  # the limit of turns ends the episode on its second branch
+      completion = yield Generate(np.array([number % 97]), NOTHING, 30, keep=keep, branch=branch)
+    return Trajectory.of(completion, reward=1.0)
+
+  world.talk = talk
+  world.step()
+  assert not any(engine.held for engine in world.engines)
+
+
 @pytest.mark.parametrize('sync', ['recompute', 'drain', 'keep'])
 def test_new_weights_drop_kept_caches_unless_caches_are_kept(sync):
   world = world_of(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), capacity=4, chunk=0.1, grading=2.0)

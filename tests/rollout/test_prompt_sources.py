@@ -114,6 +114,13 @@ def test_groups_whose_messages_the_template_refuses_are_left_out():
     prompts(replace(source(Moody()), codec=Refusing([f's{seed}' for seed in range(30)])), 0, 2)
 
 
+def test_a_source_is_not_asked_behind_its_last_group():
+  refusing = replace(source(Moody()), codec=Refusing(('s11', 's12')))
+  assert [text(ids) for ids in prompts(refusing, 0, 3, different=3)] == ['s10/>']
+  with pytest.raises(TokenizerError):
+    prompts(refusing, 1, 2, different=2)
+
+
 @pytest.mark.parametrize(
   ('prompts_of', 'said'),
   [

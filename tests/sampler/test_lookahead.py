@@ -125,7 +125,7 @@ def test_an_aborted_request_in_no_chunk_frees_its_row_at_once():
   engine = started_behind_the_queued_chunks()
   (aborted,) = engine.abort([101])
   assert (aborted.finish, len(aborted.tokens), engine.load) == ('abort', 0, 1)
-  engine.abort()
+  engine.abort([100])
   assert engine.load == 1  # the row is in the chunks
   engine.unload()
   assert engine._state is None
@@ -135,7 +135,8 @@ def test_aborted_requests_continue_as_if_never_aborted():
   engine = engine_of(asked=asked()[4:])
   engine.dispatch()
   assert not engine.collect()
-  parts = {c.request.uid: c for c in engine.abort()}  # a chunk is in the queue: its tokens are drawn again
+  parts = {c.request.uid: c for c in engine.abort()}
+  assert max(len(part.tokens) for part in parts.values()) == 2 * CHUNK + 1  # of the chunk that was in the queue too
   for part in parts.values():
     engine.add(part.rest())
   engine.swap(weights(), 1)
