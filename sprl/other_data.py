@@ -16,9 +16,9 @@ def with_data(
 ) -> list[str]:
   """Set the problems of a task, a section of a config, to those that --data and --split name. Return warnings.
 
-  `grader` and `rewards` stay, unless one is a function of a Python program or the user sets either of them; the grader `auto` is
-  then that of the new kind. `judge` stays if a reward or one of the held-out `sets` uses it. Other settings about the task's own
-  problems get their defaults. The keys `given`, which the user has set, stay.
+  `grader` and `rewards` stay. If one is a function of a Python program, or the user sets one, those that the user did not set get
+  their defaults; the default `auto` is the grader of the new kind. `judge` stays if a reward or one of the held-out `sets` uses
+  it. Other settings about the task's own problems get their defaults. The keys `given`, which the user has set, stay.
   """
   before, defaults = task.to_dict(), to_dict(Run())['task']
 

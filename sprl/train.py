@@ -1,6 +1,8 @@
 """Set-up, then the loop: one step is six calls.
 
-    prompt -> rollout -> reward -> score -> correct -> update -> sync -> (next) rollout
+    rollout -> pack -> score -> update -> sync -> finish_step
+
+The reward is part of `rollout`, and the correction part of `update`.
 
 `setup` opens everything a run needs and finds every mistake before the first device computation. `train` is the loop. Rollouts
 belong to the scheduler (sprl/rollout/scheduler.py), updates to the learner (sprl/learner/learner.py), and everything between

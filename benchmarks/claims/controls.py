@@ -20,8 +20,8 @@ from sprl.objective.correction import catastrophic
 def at_random(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: float) -> Bool[Array, 'B T']:
   """Mark all tokens of sequences that are drawn at random, as many as `catastrophic` rejects.
 
-  In place of `catastrophic` it makes the veto reject as many sequences, chosen independently of their log-probs. The bits of the
-  sum of log_rho seed the draw.
+  In place of `catastrophic` it makes the veto reject as many sequences, chosen independently of their log-probs.
+  `catastrophic` gets no random key, so the bits of the sum of log_rho seed the draw.
   """
   count = jnp.sum(catastrophic(log_rho, mask, veto).any(axis=1))
   key = jax.random.key(jax.lax.bitcast_convert_type(jnp.sum(log_rho), jnp.uint32))
@@ -41,7 +41,7 @@ PATCHES = {RANDOM_VETO: (correction, 'catastrophic', at_random), PLAIN_KEYS: (mo
 
 
 def controlled(changes: Mapping[str, Any]) -> ExitStack:
-  """Return the context in which a run with these settings trains: with the controls that they name."""
+  """Return a context that applies the controls which `changes` names."""
   with ExitStack() as stack:
     for name, patch in PATCHES.items():
       if changes.get(name):

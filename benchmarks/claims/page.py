@@ -32,14 +32,14 @@ of the two warm starts have their means on different sides of the threshold. Whe
 may lose up to 0.05 here; the tables say what share of the accuracy it keeps.
 
 **What the intervals leave out.** They cover other seeds, and those of an accuracy also other problems, but not other warm
-starts. They take the seeds to be normally distributed. Where one run in seven collapses, eight seeds often have no such run, or
-one that widens the interval to both sides; the tables of means give the lowest seed. No interval is corrected for the number of
-claims. With so many, a few of the verdicts are probably chance.
+starts. They take the seeds to be normally distributed. Suppose one run in seven collapses: eight seeds then often contain no such
+run, or one, which widens the interval on both sides. The tables of means give the lowest seed. No interval is corrected for the
+number of claims. With so many, a few of the verdicts are probably chance.
 
 **Tasks.** The problems are running totals, except in `environments`. The prompt has 20 to 40 digits, and the answer gives the
 total after each of them, modulo 10. A token is a byte. Only the last total is graded, so a guess is right in one case of ten:
 an accuracy of 0.10 means that a policy solves nothing. Before training, the models answer well greedily and poorly if they
-sample, so most of every gain is a sharper distribution ([limits](limits.md#weak-evidence)).
+sample, so most of every gain is probably a sharper distribution ([limits](limits.md#weak-evidence)).
 
 **Words**, beside those of the [glossary](glossary.md):
 
@@ -96,7 +96,9 @@ Likely reasons for the claims that do not hold:
 
 `python benchmarks/cluster_simulation.py --save`; [result](../benchmarks/results/cluster_simulation.json).
 """
-OVERVIEW = """| Experiment | Claims of papers: hold | do not hold | cannot tell | Other claims: hold | Runs |
+OVERVIEW = """*Other claims* are those of no paper, and that training improves a policy at all (`all three papers`).
+
+| Experiment | Claims of papers: hold | do not hold | cannot tell | Other claims: hold | Runs |
 |---|---|---|---|---|---|"""
 TABLE = '| Claim | Paper | Needs | Found | Verdict |\n|---|---|---|---|---|'
 GAINS = '| Claim | Paper | Here | Verdict |\n|---|---|---|---|'

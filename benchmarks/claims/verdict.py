@@ -83,7 +83,7 @@ def compared(each: Comparison) -> str:
 
 def differences(each: Comparison, records: Records) -> dict[int, Float[np.ndarray, 'P']]:
   """Return the paired differences of a comparison by seed, for the seeds of which both arms have the measure."""
-  sides = (each.arm, each.against)
+  sides = (each.arm, each.against)  # the scores of BEFORE are in the runs of the other arm
   ours, theirs = (records.get(other if side == BEFORE else side, {}) for side, other in zip(sides, reversed(sides)))
   found = {}
   for seed in sorted(ours.keys() & theirs.keys()):
@@ -94,7 +94,7 @@ def differences(each: Comparison, records: Records) -> dict[int, Float[np.ndarra
 
 
 def values(found: Mapping[str, Any], side: str, measure: str) -> list[float]:
-  """Return the numbers of a run that a comparison compares: a score for each problem, or one number; NaN if the run has none.
+  """Return what a comparison compares: a score for each problem, or one number (of SECONDS the logarithm); NaN if there is none.
 
   A run that does not reach a score has no time to that score. A run that a guard stopped may lack a series.
   """

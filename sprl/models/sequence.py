@@ -41,7 +41,7 @@ def own_tokens(out: Float[Array, 'B T H D']) -> Float[Array, 'B T H D']:
 
 
 def kv_copies(kv_heads: int, devices: int) -> int:
-  """Return how many copies of each of a device's kv heads `devices` devices need to share them."""
+  """Return how often each kv head is repeated so that `devices` devices can split the heads evenly: 2 on 4 devices, twice."""
   return devices // math.gcd(devices, kv_heads)
 
 

@@ -10,8 +10,8 @@
 
 A group is finished when enough members have ended and, with groupwise rewards, workers have compared them.
 
-Nothing waits for the slowest sample, grader or environment. Engines, workers and the clock are arguments, so the same code runs
-live, in tests and in a simulation. For use by one thread.
+Samples, graders and environments do not wait for one another; a batch waits until its groups are complete. Engines, workers and
+the clock are arguments, so the same code runs live, in tests and in a simulation. For use by one thread.
 """
 
 import logging

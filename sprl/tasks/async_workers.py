@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Lanes:
-  """Starts lanes, and a loop for them where none runs."""
+  """Starts lanes. Starts a new loop for them if there is none, or if it died."""
 
   def __init__(self, start_loop: Callable[[], Loop]):
     self._start_loop = start_loop
@@ -143,15 +143,16 @@ class AsyncThread:
     return future, lambda: self._cancel(running)
 
   def died(self) -> str:
-    """Return that a call has blocked the loop, or '' if it runs."""
+    """Return why no call can run (a call blocks the loop), or '' if it runs."""
     return self._blocked
 
   def end(self) -> None:
-    """Stop the loop, unless a call blocks it."""
+    """Stop the loop; if a call blocks it, as soon as this call returns."""
     with suppress(RuntimeError):  # the loop has ended
       self._loop.call_soon_threadsafe(self._loop.stop)
 
   def _cancel(self, running: Future[tuple[Any, str]]) -> None:
+    """Cancel a call. If the loop does not turn within GRACE seconds, a call blocks it: all open calls fail."""
     if not running.cancel():  # the call has ended
       return
     turned = threading.Event()
