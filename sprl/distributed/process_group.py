@@ -79,11 +79,17 @@ def initialize(environment: Mapping[str, str] = os.environ, patience: float = ma
   me = identity(environment)
   if me is not None and me.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would catch SIGTERM, which the training loop handles
-    meeting = {'initialization_timeout': JAX_MEETING, 'heartbeat_timeout_seconds': heartbeat(patience)}
     # JAX aborts a process that waits in vain, and names no setting.
     log.info(f'SPRL_PROCESS={me.process} of {me.processes} meets the others at SPRL_COORDINATOR={me.coordinator}')
     try:
-      jax.distributed.initialize(*me, cluster_detection_method='deactivate', **meeting)
+      jax.distributed.initialize(
+        me.coordinator,
+        me.processes,
+        me.process,
+        cluster_detection_method='deactivate',
+        initialization_timeout=JAX_MEETING,
+        heartbeat_timeout_seconds=heartbeat(patience),
+      )
     except RuntimeError as error:
       raise SettingsError(
         f'SPRL_COORDINATOR = {me.coordinator!r}: expected a free port of the host of process 0 ({error})'

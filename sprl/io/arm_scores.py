@@ -6,6 +6,7 @@ the newest evaluation that all runs of the arm have.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ def difference(arm: Arm, other: Arm) -> Difference | None:
   ours, theirs = by_seed(arm), by_seed(other)
   of_seeds, steps = [], set()
   for seed in ours.keys() & theirs.keys():
-    found = [comparable(*runs) for runs in zip(ours[seed], theirs[seed])]
+    found = [comparable(*runs) for runs in product(ours[seed], theirs[seed])]
     if scored := [each for each in found if each]:
       of_seeds.append(scored)
       steps.add(ours[seed][0].newest.get('step'))

@@ -124,11 +124,13 @@ class RunLog:
     self._track(lambda tracker: tracker.table(step, 'samples', plain[:SHOWN]))
 
   def close(self) -> None:
-    """Close the files and the trackers."""
-    with files.naming(self._workdir / _METRICS):
-      self._file.close()
-    self._track(lambda tracker: tracker.close())
-    self._trackers = []
+    """Close the files and the trackers, also if the disk is full."""
+    try:
+      with files.naming(self._workdir / _METRICS):
+        self._file.close()
+    finally:
+      self._track(lambda tracker: tracker.close())
+      self._trackers = []
 
   def _append(self, line: dict[str, Any]) -> None:
     with files.naming(self._workdir / _METRICS):

@@ -41,6 +41,7 @@ class Tokenizer:
   pad_id: int  # fills rows. It is never attended, so any id serves if the folder names none
   vocab_size: int  # the largest id plus one, including added tokens
   variables: frozenset[str] = frozenset()  # names that the template reads
+  tool_template: str | None = None  # the source for conversations with tools, if it is another one
   template_args: Mapping[str, Any] = field(default_factory=dict)  # variables that every rendering sets, such as enable_thinking
   time: str | None = None  # for templates that read the clock, in ISO 8601; None: the time of each rendering
 
@@ -88,12 +89,14 @@ class Tokenizer:
       return () if i is None else (i,)
 
     eos_ids = tuple(dict.fromkeys(as_ids(generation.get('eos_token_id')) + named('eos_token')))
-    template, variables = _template(folder, settings)
+    template, variables = _template(folder, settings, 'default')
+    tool_template, tool_variables = _template(folder, settings, 'tool_use')
     return cls(
       folder=folder,
       backend=backend,
       template=template,
-      variables=variables,
+      variables=variables | tool_variables,
+      tool_template=tool_template,
       special=special,
       eos_ids=eos_ids,
       pad_id=(named('pad_token') + as_ids(generation.get('pad_token_id')) + eos_ids + (0,))[0],
@@ -152,7 +155,8 @@ class Tokenizer:
     given = {'documents': None, **self.special, **self.template_args, **(template_args or {})}
     try:
       values = {**given, 'messages': messages, 'tools': tools or None}
-      return templates.render(self.template, values, add_generation_prompt, self.time)
+      source = self.tool_template if tools and self.tool_template is not None else self.template
+      return templates.render(source, values, add_generation_prompt, self.time)
     except templates.TemplateError as error:
       raise TokenizerError(f'{self.folder}: the chat template failed: {error}') from None
 
@@ -267,15 +271,17 @@ def _content(token: Any) -> str:
   return text
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
-  """Return the chat template and the names of the variables that it reads.
+def _template(folder: Path, settings: Mapping[str, Any], name: str) -> tuple[str | None, frozenset[str]]:
+  """Return a chat template and the names of the variables that it reads; None if there is no template of this name.
 
-  It is in chat_template.jinja, or else in tokenizer_config.json: of several, the one named `default`.
+  `default` is in chat_template.jinja, or else in tokenizer_config.json. There may be several with their names in the second file.
   """
   path = folder / 'chat_template.jinja'
   source = path.read_text(encoding='utf-8') if path.is_file() else settings.get('chat_template')
   if isinstance(source, list):
-    source = next((entry['template'] for entry in source if entry['name'] == 'default'), None)
+    source = next((entry['template'] for entry in source if entry['name'] == name), None)
+  elif name != 'default':
+    source = None
   if source is None:
     return None, frozenset()
   if not isinstance(source, str):

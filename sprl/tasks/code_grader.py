@@ -45,9 +45,10 @@ MESSAGE = 1 << 22  # largest value that the code may send, in bytes
 _RUNNER = Path(__file__).with_name('code_runner.py')
 # An opening fence has its own line, perhaps indented as part of a list. The closing one begins or ends a line.
 _FENCED = re.compile(
-  r'^(?P<indent>[ \t]*)(?P<fence>```|~~~)[^`\n]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)',
+  r'^(?P<indent>[ \t]*)(?P<fence>```|~~~)(?P<language>[^`\n]*)\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)',
   re.DOTALL | re.MULTILINE,
 )
+_PYTHON = ('python', 'python3', 'py')  # how such a block is marked
 _ANNOTATIONS = 'from typing import *'  # the stubs that such rows show use List and others without an import
 _MODULES = (  # modules that the tests may use if the code imports them
   'bisect', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq', 'itertools', 'math',
@@ -93,8 +94,9 @@ def grade(sample: Sample, seconds: float) -> float:
 
 
 def code_of(completion: str) -> str:
-  """Return the last fenced block of a completion, else the whole text."""
-  *_, block = [None, *_FENCED.finditer(completion)]
+  """Return the last fenced block of Python of a completion, else its last block, else the whole text."""
+  blocks = [*_FENCED.finditer(completion)]
+  *_, block = [None, *blocks, *(each for each in blocks if each['language'].strip().lower() in _PYTHON)]
   return re.sub(f'^{block["indent"]}', '', block['code'], flags=re.MULTILINE) if block else completion
 
 
@@ -137,7 +139,7 @@ class _Over(Exception):
 
 
 class Process:
-  """The process of one completion. A context manager."""
+  """The process of one completion. A context manager, which sends the code."""
 
   def __init__(
     self,
@@ -151,6 +153,7 @@ class Process:
   ):
     """Start it. `imports` run before the code. `helpers` are definitions that replace those of it. A script has neither."""
     self._deadline, self.lost = deadline, False
+    self._first = {'code': code, 'script': script, 'helpers': helpers, 'imports': imports}
     self._folder = tempfile.TemporaryDirectory()
     self._ours, theirs = socket.socketpair()
     with theirs:
@@ -165,9 +168,13 @@ class Process:
         stdout=stdout or subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
       )
-    self._send({'code': code, 'script': script, 'helpers': helpers, 'imports': imports})
 
   def __enter__(self) -> 'Process':
+    try:
+      self._send(self._first)
+    except _Over:
+      self.__exit__()
+      raise
     return self
 
   def __exit__(self, *_) -> None:
@@ -262,15 +269,21 @@ def _number(value: Any) -> int:
 def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline: float, helpers: str = '') -> bool:
   """Whether all tests run without an exception, with the names that the code and `helpers` define.
 
-  The functions that are `tested` may have the name of a builtin. Raises SyntaxError for a wrong test.
+  The functions that are `tested` may have the name of a builtin. Raises SyntaxError for a wrong test,
+  ModuleNotFoundError if a test needs a package that is not installed, and OSError if no process can be started.
   """
   compiled = [compile(test, 'test', 'exec') for test in tests]
+  started = Process(code, deadline, helpers=helpers)
   try:
-    with Process(code, deadline, helpers=helpers) as process:
+    with started as process:
       names = {name: value for name, value in process.names().items() if name in tested or _may_use(name, value)}
       for test in compiled:
         exec(test, names)
       return not process.lost
+  except ModuleNotFoundError as error:
+    if error.name:  # an error that the code has raised has no name here
+      raise
+    return False
   except Exception:
     return False
 
@@ -285,11 +298,13 @@ def _may_use(name: str, value: Any) -> bool:
 def _returns(code: str, name: str, pairs: Collection[tuple[Any, Any]], deadline: float) -> bool:
   """Whether a function returns the expected value for each list of arguments.
 
-  Some rows wrap each expected value in a list. If all are lists of one element, the element counts too.
+  Some rows wrap each expected value in a list. If all are lists of one element, the element counts too. Raises OSError if no
+  process can be started.
   """
   wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
+  started = Process(code, deadline, imports=_ANNOTATIONS)
   try:
-    with Process(code, deadline, imports=_ANNOTATIONS) as process:
+    with started as process:
       names = process.names()
       function = names[name] if name in names else getattr(names['Solution'](), name)
       for arguments, wanted in pairs:

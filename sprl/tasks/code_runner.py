@@ -183,7 +183,7 @@ def _confine(seconds: float, memory: int) -> None:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock, the same on both architectures
 _OF_FILES, _READ, _WRITE_FILE = 0x4007, 0b1100, 0b10  # rights: those of files that are no folders; read files and folders; write
 _READABLE = ('/usr', '/lib', '/lib64', '/bin', '/etc', '/nix/store', '/sys/devices/system/cpu', '/proc/self', '/proc/cpuinfo')
-_READABLE += ('/proc/meminfo', '/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+_READABLE += ('/proc/meminfo', '/dev/null', '/dev/zero', '/dev/random', '/dev/urandom', '/dev/stdin')
 
 
 def _restrict_files(libc: ctypes.CDLL) -> None:

@@ -18,7 +18,7 @@ a message of the assistant. That message is the solution, and also the answer, i
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -84,7 +84,23 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
     raise SettingsError(
       f'config.task.path = {task.path!r}: {several}; expected one format, or the path of a file or folder on disk'
     )
+  for stem, (parts, there) in _counted(by_split[split]).items():
+    if len(there) < parts:
+      raise SettingsError(
+        f'config.task.path = {task.path!r}: the split {split} has {len(there)} of the {parts} files {stem}-...-of-{parts:05}: '
+        'expected all; was a copy or a download interrupted?'
+      )
   return by_split[split]
+
+
+def _counted(names: Iterable[str]) -> dict[str, tuple[int, set[str]]]:
+  """Return how many parts there should be and which there are, for names such as train-00000-of-00004.parquet."""
+  found: dict[str, tuple[int, set[str]]] = {}
+  for name in names:
+    stem = PurePosixPath(name).stem
+    if (part := _SHARD.search(stem)) and part[2]:
+      found.setdefault(stem[: part.start()], (int(part[2].removeprefix('-of-')), set()))[1].add(part[1])
+  return found
 
 
 def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str, list[str]]:
@@ -154,9 +170,9 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
   except SettingsError:
     raise
   except Exception as error:  # the hub's client raises errors of several libraries
-    cached = _cached(huggingface_hub.snapshot_download, repository)
-    if cached is not None:
-      return tuple(cached / each for each in _found(task, split, _listed(cached), config, hub=True))
+    for folder in _cached(huggingface_hub.snapshot_download, repository):
+      if files_by_split(listed := _listed(folder), config):
+        return tuple(folder / each for each in _found(task, split, listed, config, hub=True))
     raise SettingsError(
       f'config.task.path = {task.path!r}: no such file or folder, and the Hugging Face hub does not provide it '
       f'({type(error).__name__}: {error})'
@@ -165,11 +181,15 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
   raise SettingsError(f'config.task.path = {task.path!r}: expected a data set with files that end in {", ".join(ENDINGS)}{of}')
 
 
-def _cached(download: Callable[..., str], repository: str) -> Path | None:
-  try:
-    return Path(download(repository, repo_type='dataset', local_files_only=True))
-  except Exception:  # nothing is cached
-    return None
+def _cached(download: Callable[..., str], repository: str) -> Iterator[Path]:
+  """Yield the folders of the hub's cache that have files of a data set."""
+  for revision in _REVISIONS:
+    try:
+      folder = download(repository, repo_type='dataset', revision=revision, local_files_only=True)
+    except Exception as error:  # nothing is cached, or not all files of the repository, as sprl fetches only those of a split
+      folder = getattr(error, 'snapshot_path', None)
+    if folder:
+      yield Path(folder)
 
 
 # --- a row and its columns -------------------------------------------------------------------------------------------

@@ -268,8 +268,20 @@ def _reasoning_gym(spec: GraderSpec) -> Grader:
 
 
 def math(prompt: str, completion: str, answer: str) -> float:
-  """Return 1 if the last box equals the answer mathematically; without a box, if the text or its last expression does."""
-  return float(_same_mathematics(last_boxed(completion), completion, answer))
+  """Return 1 if the last box equals the answer mathematically; without a box, if the text or its last expression does.
+
+  Boxes with only `,`, `and` or `or` between them are one answer. A letter is also read from `Answer: C` or `(C)` at the end.
+  """
+  boxed = ', '.join(last_boxes(completion)) or None
+  if boxed is not None and (value := number(_plain(boxed))) is not None and value == number(answer):
+    return 1.0
+  if (
+    boxed is None
+    and (letter := _LETTER.fullmatch(answer.strip()))
+    and (chosen := _CHOICE.fullmatch(completion.rstrip().rpartition('\n')[2][-200:]))
+  ):
+    return float((chosen[1] or chosen[2]) == letter[1])
+  return float(_same_mathematics(boxed, completion, answer))
 
 
 def gsm8k(prompt: str, completion: str, answer: str) -> float:
@@ -309,8 +321,22 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
 
   parse = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
   readings = [rf'\boxed{{{boxed}}}'] if boxed else [text] if _PROSE.search(text) else [rf'\boxed{{{text.strip()}}}', text]
-  wanted = parse(rf'\boxed{{{last_boxed(answer) or answer.strip().strip("$")}}}')
+  wanted = parse(rf'\boxed{{{_bare(answer)}}}')
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)
+
+
+def _bare(answer: str) -> str:
+  """Return the right answer as an expression: the content of its box, without a full stop at its end, a `$` around it, or a unit.
+
+  A number is written without an exponent, which math-verify reads as Euler's number.
+  """
+  text = _ANSWER.sub('', last_boxed(answer) or answer.strip())
+  if not text.endswith(r'\right.'):
+    text = text.rstrip('.,; ')
+  if pair := re.fullmatch(r'\$+([^$]*)(?<!\\)\$+', text):
+    text = pair[1].strip()
+  value = None if '%' in text or ',' in text else quantity(text)  # `100,200` may be two numbers
+  return text if value is None else format(value, 'f')
 
 
 # --- reading a completion --------------------------------------------------------------------------------------------
@@ -326,16 +352,31 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
   r'cubed)\b', re.IGNORECASE
 )  # fmt: skip
 _LATEX_TEXT = re.compile(r'\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}')
+_FORMULA = re.compile(r'[\\^]|(?<=[0-9)}])\s*/')
+_SEPARATED = re.compile(r'(?<=[0-9])(?:\{,\}|,?\\[!,;: ])\s*(?=[0-9]{3}(?![0-9]))')  # thousands in LaTeX
+_JOINT = re.compile(r'\$*\s*(?:,|;|and|or|,\s*and|,\s*or)\s*\$*\s*(?:[A-Za-z]\s*=\s*)?\$*')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`
+_ANSWER = re.compile(r'(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*', re.IGNORECASE)
+_LETTER = re.compile(r'(?:\\text\{)?\(?([A-J])\)?\}?\.?')  # an answer that is the letter of a choice
+_CHOICE = re.compile(  # its letter in the last line of a completion: after `answer`, or alone
+  r'.*\b(?i:answer|choice|option)\b[\s*_]*(?:is|:)?[\s*_:]*\(?([A-J])(?:[.,:;)*_].*)?|[\s*_]*\(?([A-J])[.)*_]*'
+)
 _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
 
 
 def final_answer(completion: str, answer: str) -> str:
-  """Return the last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number or ''."""
+  """Return the last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number or ''.
+
+  Of a formula in a tag or box, the value counts: `answer` if it has this value, else ''.
+  """
   tagged = last_tagged(completion)
-  text = tagged if tagged is not None else last_boxed(completion) or completion
-  return (last_number(text) or '') if number(answer) is not None else text.strip()
+  chosen = tagged if tagged is not None else last_boxed(completion) or None
+  if number(answer) is None:
+    return (completion if chosen is None else _LATEX_TEXT.sub(r'\1', chosen)).strip()
+  if chosen is not None and quantity(chosen) is None and _FORMULA.search(chosen):
+    return answer if _same_mathematics(chosen, chosen, answer) else ''
+  return last_number(completion if chosen is None else _plain(chosen)) or ''
 
 
 def marked(text: str) -> str | None:
@@ -356,16 +397,31 @@ _BRACES = re.compile(r'\\boxed\{|[{}]')
 
 def last_boxed(text: str) -> str | None:
   r"""Return the content of the last complete `\boxed{...}`, with balanced braces, or None."""
+  *_, last = [None, *(content for _, _, content in _boxes(text))]
+  return last
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+  """Return (start, end, content) of the complete boxes in which there is no other, in their order."""
   opened: list[re.Match[str]] = []
-  start, content = -1, None
+  found: list[tuple[int, int, str]] = []
   for brace in _BRACES.finditer(text):
     if brace[0] != '}':
       opened.append(brace)
     elif opened:
       first = opened.pop()
-      if first[0] != '{' and first.start() > start:
-        start, content = first.start(), text[first.end() : brace.start()].strip()
-  return content
+      if first[0] != '{' and not (found and found[-1][0] > first.start()):
+        found.append((first.start(), brace.end(), text[first.end() : brace.start()].strip()))
+  return found
+
+
+def last_boxes(text: str) -> list[str]:
+  r"""Return the contents of the last boxes with only `,`, `and` or `or` between them, as in `\boxed{3} or \boxed{4}`."""
+  found = _boxes(text)
+  first = len(found) - 1
+  while first > 0 and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
+    first -= 1
+  return [content for _, _, content in found[max(first, 0) :]]
 
 
 def last_number(text: str) -> str | None:
@@ -380,9 +436,14 @@ def number(text: str) -> Decimal | None:
   return Decimal(last_number(text) or '') if _NUMBER.fullmatch(text) else None
 
 
+def _plain(text: str) -> str:
+  """Return a text with the commas of thousands in place of LaTeX's, and without a space behind its sign."""
+  return re.sub(r'^\s*-\s+(?=[0-9.$])', '-', _SEPARATED.sub(',', text))
+
+
 def quantity(text: str) -> Decimal | None:
   r"""Return the value of a text that is one number, perhaps with a unit in words (`18 eggs`, `18\text{ eggs}`), or None."""
-  text = _LATEX_TEXT.sub(r' \1 ', text).replace(r'\$', '$').strip()
+  text = _LATEX_TEXT.sub(r' \1 ', _plain(text)).replace(r'\$', '$').strip()
   first, _, _ = text.partition(' ')
   words = text[len(first) :]
   return number(first if _WORDS.fullmatch(words) and not _NO_UNIT.search(words) else text)

@@ -161,7 +161,8 @@ def filled(template: str, sample: Sample) -> str:
 
 def _read(settings: Settings, reply: Any, used: dict[str, float]) -> Judgement:
   try:
-    text = str(reply['choices'][0]['message']['content'])
+    choice = reply['choices'][0]
+    text, cut = str(choice['message']['content']), choice.get('finish_reason') == 'length'
   except (KeyError, IndexError, TypeError):
     return Judgement(0.0, 'error', f'{settings.url}: the reply is no chat completion: {reply!s:.200}', used)
   counts = reply.get('usage') or {}
@@ -171,31 +172,62 @@ def _read(settings: Settings, reply: Any, used: dict[str, float]) -> Judgement:
     used['judge/cost'] += (read * settings.input_price + written * settings.output_price) / 1e6
   reader = _reader(settings)
   assert reader is not None, 'checked with the settings'
-  score = reader(text)
+  score = reader(text, cut)
   if score is None:
-    return Judgement(0.0, 'invalid', f'no score ({settings.score}) in the reply {text!r:.200}', used)
+    of = 'reply, which max_tokens cut off,' if cut else 'reply'
+    return Judgement(0.0, 'invalid', f'no score ({settings.score}) in the {of} {text!r:.200}', used)
   return Judgement(score, 'ok', '', used)
 
 
-def _reader(settings: Settings) -> Callable[[str], float | None] | None:
-  """Return the function that finds the score in a reply; None if `settings.score` is not valid."""
+def _reader(settings: Settings) -> Callable[[str, bool], float | None] | None:
+  """Return the function (reply, whether it was cut off) -> score or None; None if `settings.score` is not valid."""
   if settings.score == 'yes_no':
-    return lambda text: {'yes': 1.0, 'no': 0.0}.get(_last(r'\b(yes|no)\b', text.lower()) or '')
-  pattern = r'(-?\d+(?:\.\d+)?)' if settings.score == 'number' else settings.score
+    return _yes_or_no
+  if settings.score == 'number':
+    return partial(_number, settings.best)
   try:
-    if re.compile(pattern).groups != 1:
+    if re.compile(settings.score).groups != 1:
       return None
   except re.error:
     return None
+  return lambda text, cut: _divided(_last(settings.score, text), settings.best)
 
-  def read(text: str) -> float | None:
-    try:
-      score = float(_last(pattern, text) or '') / settings.best
-    except ValueError:
-      return None
-    return score if math.isfinite(score) else None
 
-  return read
+def _yes_or_no(text: str, cut: bool) -> float | None:
+  """Return 1 or 0 for a reply that begins with yes or no, else for its last one. The thinking before the reply does not count."""
+  said = _said(text).lower()
+  first = re.match(r'[\W_]*(yes|no)\b(?=[\s*_]*(?:[.,:;!\n-]|$))', said)
+  return {'yes': 1.0, 'no': 0.0}.get(first[1] if first else '' if cut else _last(r'\b(yes|no)\b', said) or '')
+
+
+def _number(best: float, text: str, cut: bool) -> float | None:
+  """Return the last number of a reply, from 0 to `best`, as a share of it.
+
+  If 10 is the best, `7/10` and `7 out of 10` are 7, and `1-10` and `1 to 10` are a scale, which does not count.
+  """
+
+  def without_best(match: re.Match[str]) -> str:
+    if float(match[3]) != best:
+      return match[0]
+    return match[1] if match[2] in ('/', 'out of', 'of') else ''
+
+  number = r'(\d+(?:\.\d+)?)'
+  said = re.sub(rf'{number}\s*(/|out of|of|-|to)\s*{number}(?![\d.]*\d)', without_best, _said(text))
+  score = None if cut else _divided(_last(r'((?:(?<![\w)])-)?\d+(?:\.\d+)?)', said), best)
+  return score if score is not None and 0 <= score <= 1 else None
+
+
+def _said(text: str) -> str:
+  """Return what a reply says after its thinking; '' if it was cut off in it."""
+  return '' if '<think>' in text and '</think>' not in text else text.rpartition('</think>')[2]
+
+
+def _divided(number: str | None, best: float) -> float | None:
+  try:
+    score = float(number or '') / best
+  except ValueError:
+    return None
+  return score if math.isfinite(score) else None
 
 
 def _last(pattern: str, text: str) -> str | None:

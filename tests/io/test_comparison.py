@@ -212,6 +212,9 @@ def test_runs_of_one_seed_are_not_several_seeds(tmp_path):
   assert found is not None
   assert found[:3] == interval_of_one_run(np.array([1.0, 0.0, 0.5]))
   assert found.of == '3 problems'
+  alone = difference(*reversed(compared(*runs[:3])))  # one sparse run for two dense ones
+  assert alone is not None
+  assert alone[:3] == found[:3]
   (tmp_path / 'link').symlink_to(runs[0])
   with pytest.raises(SettingsError, match='at least two different runs'):
     read_runs([runs[0], tmp_path / 'link'], 'runs')

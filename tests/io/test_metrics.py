@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +182,17 @@ def test_a_line_that_does_not_fit_on_the_disk_names_the_log(open_log, tmp_path, 
   monkeypatch.setattr('os.fsync', no_space)
   with pytest.raises(OSError, match=r'No space left on device: .*metrics.jsonl'):
     log.evaluation(0, {})
+
+
+def test_trackers_are_closed_though_the_disk_is_full(tmp_path, monkeypatch):
+  tracker = Mock()
+  log = RunLog(tmp_path, None, (tracker,))
+  monkeypatch.setattr(log, '_file', open('/dev/full', 'w'))  # noqa: SIM115
+  with pytest.raises(OSError, match='No space left'):
+    log.evaluation(0, {})
+  with pytest.raises(OSError, match='No space left'):
+    log.close()
+  tracker.close.assert_called_once()
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

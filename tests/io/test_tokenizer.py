@@ -108,6 +108,14 @@ def test_the_template_file_precedes_tokenizer_config(folder):
   assert with_template(folder, 'J').render(HELLO) == 'J'
 
 
+def test_a_template_of_its_own_serves_conversations_with_tools(folder):
+  named = [{'name': 'default', 'template': 'D'}, {'name': 'tool_use', 'template': '{{ tools | length }}{{ style }}'}]
+  settings_of(folder, chat_template=named)
+  loaded = Tokenizer.load(folder, {'style': 'x'})
+  assert loaded.render(HELLO) == 'D'
+  assert loaded.render(HELLO, tools=[{}, {}]) == '2x'
+
+
 def test_templates_get_the_functions_of_transformers(folder):
   template = """{% set ns = namespace(n=0) %}
   {% for m in messages %}

@@ -1,8 +1,11 @@
 """The grader `code`: tests of public data sets' forms, and programs that try to pass without being right."""
 
 import ctypes
+import errno
 import math
+import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -96,6 +99,7 @@ def score(code, row):
     (APPS, SUM.replace('sum', 'max'), 0),
     (APPS, SUM + 'raise SystemExit(1)', 0),
     (APPS, 'def main():\n  ' + SUM.replace('\n', '\n  ') + '\nif __name__ == "__main__": main()', 1),
+    ({'input_output': {'inputs': ['4'], 'outputs': ['4']}}, 'print(open("/dev/stdin").read())', 1),
     ({'input_output': {'inputs': ['1\n2'], 'outputs': ['3']}}, 'import sys\nprint(sum(map(int, sys.stdin)), end=" \\n\\n")', 1),
   ],
 )
@@ -301,6 +305,24 @@ def test_a_wrong_test_is_an_error_of_the_row():
       score(GAP, {'input_output': cases})
 
 
+def test_a_package_that_only_the_tests_need_is_named():
+  with pytest.raises(ModuleNotFoundError, match='no_such_package'):
+    score(GAP, MBPP | {'test_setup_code': 'import no_such_package'})
+  assert score('import no_such_package', MBPP) == 0
+  assert score('def gap(values): import no_such_package', MBPP) == 0
+
+
+@pytest.mark.parametrize('row', [MBPP, CALLS, APPS], ids=['tests', 'calls', 'a program'])
+@pytest.mark.parametrize(('of', 'name'), [(tempfile, 'TemporaryDirectory'), (subprocess, 'Popen')])
+def test_a_machine_without_room_gives_no_verdict(monkeypatch, row, of, name):
+  def no_room(*_, **__):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(of, name, no_room)
+  with pytest.raises(OSError, match='No space left'):
+    score(GAP, row)
+
+
 def test_tests_of_a_function_without_lists_of_arguments_are_refused():
   row = {'input_output': {'fn_name': 'add', 'inputs': [[1, 2], '3'], 'outputs': [3, 3]}}
   with pytest.raises(TypeError, match=r"input_output\.inputs with fn_name: expected lists of arguments; got '3'"):
@@ -325,6 +347,7 @@ def test_code_is_graded_in_the_pool_and_slow_code_is_wrong_and_not_a_failure():
     ('x = 1', 'x = 1'),
     ('a\n```py\nx = 1\n```\nb', 'x = 1\n'),
     ('```\n1\n```\n```js\n2\n```', '2\n'),
+    ('```Python\n1\n```\nIt prints\n```\n2\n```', '1\n'),
     ('```py\nx', 'x'),
     ('```py\nx```', 'x'),
     ('1. First\n   ```py\n   if x:\n     y\n   ```', 'if x:\n  y\n'),
@@ -334,7 +357,7 @@ def test_code_is_graded_in_the_pool_and_slow_code_is_wrong_and_not_a_failure():
     ('```py\nx = "```"\ny\n```', 'x = "```"\ny\n'),
   ],
 )
-def test_the_code_is_the_last_fenced_block(completion, code):
+def test_the_code_is_the_last_fenced_block_of_python(completion, code):
   assert code_of(completion) == code
 
 

@@ -5,10 +5,12 @@ import math
 import struct
 from decimal import Decimal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pyarrow
 import pytest
+from huggingface_hub import _tree_cache
 from pyarrow import ipc, parquet
 
 from sprl.config import SettingsError, Task
@@ -342,6 +344,32 @@ def test_without_the_hub_its_cache_is_used(monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
   assert "config.task.path = 'some/name': no such file or folder, and the Hugging Face hub" in (said := refused('some/name'))
   assert 'no route to host' in said
+
+
+def test_a_split_in_the_hubs_cache_is_used_though_other_files_of_the_data_set_are_not_there(monkeypatch, tmp_path):
+  """The real client: it keeps a list of all files of the repository, and refuses the folder, in which some are missing."""
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+  monkeypatch.setattr(huggingface_hub, 'HfApi', Mock(side_effect=OSError('no route to host')))
+  revision, repository = 'a' * 40, tmp_path / 'datasets--some--name'
+  (repository / 'refs').mkdir(parents=True)
+  (repository / 'refs' / 'main').write_text(revision)
+  write_jsonl(repository / 'snapshots' / revision / 'data' / 'train.jsonl')
+  entry = _tree_cache.TreeCacheEntry(size=1, blob_id='b' * 40, lfs_sha256=None, lfs_size=None, xet_hash=None)
+  _tree_cache.write_tree_cache(
+    str(repository), revision, dict.fromkeys(('README.md', 'data/train.jsonl', 'data/test.jsonl'), entry)
+  )
+  with pytest.raises(huggingface_hub.errors.LocalEntryNotFoundError, match='incomplete'):
+    huggingface_hub.snapshot_download('some/name', repo_type='dataset', local_files_only=True)
+  assert asked(load('some/name')) == EXPECTED
+
+
+def test_a_split_with_missing_parts_is_refused(tmp_path):
+  for part in (0, 2):
+    write_jsonl(tmp_path / f'train-{part:05}-of-00003.jsonl', ROWS[:1])
+  assert 'the split train has 2 of the 3 files train-...-of-00003: expected all' in refused(tmp_path)
+  write_jsonl(tmp_path / 'train-00001-of-00003.jsonl', ROWS[1:])
+  assert len(load(tmp_path)) == len(ROWS) + 1
 
 
 def test_a_pattern_takes_the_last_match_and_its_first_group(tmp_path):

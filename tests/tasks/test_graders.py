@@ -34,6 +34,23 @@ from sprl.tasks.rewards import Sample
     ('', '18', 0),
     (r'\boxed{}', '18', 0),
     ('I cannot say', '18', 0),
+    (r'\boxed{1.2e5}', '120000', 1),
+    (r'\boxed{5.}', '5', 1),
+    (r'\boxed{1\,000}', '1000', 1),
+    *((r'\boxed{5}', answer, 1) for answer in ('5.', '5 ;', '$5$.', '5 apples.', 'Answer: 5', r'5\$', '5.0')),
+    (r'\boxed{1000}', '1,000.', 1),
+    (r'\boxed{100,200}', '100,200', 1),
+    (r'\boxed{0.00001}', '1e-05', 1),  # not Euler's number - 05
+    (r'\boxed{e-5}', '1e-05', 0),
+    (r'$\boxed{3}$ and $\boxed{4}$', '3,4', 1),
+    (r'$x=\boxed{3}$ or $x=\boxed{4}$', '4', 0),  # one of several guesses
+    (r'\boxed{3}. No: \boxed{4}', '4', 1),
+    *(
+      (completion, 'C', 1) for completion in ('Answer: C', 'so\nThe answer is **(C)**.', '(C)', 'Answer: C. Paris', r'\boxed{C}')
+    ),
+    ('Answer: B', 'C', 0),
+    ('The answer is A cat', 'A', 0),
+    ('C is wrong\nAnswer: B', 'C', 0),
   ],
 )
 def test_scores_of_math(completion, answer, score):
@@ -298,6 +315,14 @@ def test_scores_are_finite_floats():
     (r'\boxed{7} 6', '7', '7'),
     (r'\boxed{} 6', '7', '6'),
     ('5 6', '7', '6'),
+    (r'\boxed{1{,}234}', '1234', '1234'),
+    ('<answer>- 5</answer>', '-5', '-5'),
+    ('<answer>18 km/h</answer>', '18', '18'),
+    (r'\boxed{\frac{12}{4}}', '3', '3'),
+    (r'\boxed{\frac{3}{2}}', '2', ''),  # a formula has a value, not a last number
+    ('<answer>10/3</answer>', '3', ''),
+    (r'\boxed{2^{10}}', '10', ''),
+    (r'\boxed{\text{Yes}}', 'Yes', 'Yes'),
   ],
 )
 def test_the_final_answer_is_the_last_tag_even_if_it_is_empty(completion, answer, final):

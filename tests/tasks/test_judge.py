@@ -47,7 +47,8 @@ class Endpoint(BaseHTTPRequestHandler):
       return self.say(200, '{"error": "none"}')
     reply = 'I cannot say.' if what == 'undecided' else text.partition('=')[2] or 'Yes.'
     usage = {'prompt_tokens': 100, 'completion_tokens': 10}
-    return self.say(200, json.dumps({'choices': [{'message': {'content': reply}}], 'usage': usage}))
+    finish = 'length' if what.startswith('cut') else 'stop'
+    return self.say(200, json.dumps({'choices': [{'message': {'content': reply}, 'finish_reason': finish}], 'usage': usage}))
 
   def say(self, status, text, headers=None):
     self.send_response(status)
@@ -122,13 +123,42 @@ def test_a_completion_is_judged_by_the_reply(endpoint, monkeypatch):
     ({}, 'Not yes but no.', 0.0),
     ({}, 'The answer is: **YES**', 1.0),
     ({'score': 'number'}, 'I give 3 of 4, so 0.75', 0.75),
+    ({}, 'Yes. The final answer is correct and there is no error.', 1.0),
+    ({}, '**No**, although yes would be nice.', 0.0),
+    ({}, 'No doubt about it: yes', 1.0),
+    ({}, '<think>There is no error.</think>\nYes', 1.0),
     ({'score': 'number', 'best': 10.0}, 'Rating: 7', 0.7),
+    ({'score': 'number', 'best': 10.0}, 'Score: 7/10', 0.7),
+    ({'score': 'number', 'best': 10.0}, '3 out of 10.', 0.3),
+    ({'score': 'number', 'best': 10.0}, 'Rating: 8 (scale 1-10)', 0.8),
+    ({'score': 'number', 'best': 4.0}, 'between 1 and 3: 2.5', 0.625),
     ({'score': r'score: (\d+)', 'best': 5.0}, 'score: 1, no, score: 4 (of 9)', 0.8),
   ],
 )
 def test_the_score_is_read_from_the_reply(endpoint, settings, reply, score):
   (grade,) = judged(endpoint, f'say ={reply}', **settings)
   assert (grade.score, grade.status) == (pytest.approx(score), 'ok')
+
+
+@pytest.mark.parametrize(
+  ('settings', 'reply', 'cut'),
+  [
+    ({}, 'It is right, there is no', True),
+    ({}, '<think>There is no error', True),
+    ({'score': 'number', 'best': 10.0}, 'I think of 8', True),
+    ({'score': 'number'}, '85', False),  # `best` is not set
+    ({'score': 'number', 'best': 10.0}, 'Score: -3', False),
+  ],
+)
+def test_a_reply_without_a_verdict_has_no_score(settings, reply, cut):
+  reader = judge._reader(judge.settings({'url': 'http://x/v1', 'model': 'm', **settings}))
+  assert reader(reply, cut) is None
+
+
+def test_a_verdict_at_the_beginning_counts_though_the_reply_is_cut_off(endpoint):
+  found = judged(endpoint, 'cut=Yes. It has no', 'cut=It is right, there is no')
+  assert [(grade.score, grade.status) for grade in found] == [(1.0, 'ok'), (0.0, 'invalid')]
+  assert 'in the reply, which max_tokens cut off,' in found[1].reason
 
 
 @pytest.mark.parametrize('what', ['busy', 'broken', 'hangup', 'hang'])
