@@ -78,24 +78,29 @@ def initialize(environment: Mapping[str, str] = os.environ, patience: float = ma
   """
   me = identity(environment)
   if me is not None and me.processes > 1:
+    if me.process == 0:
+      _check_port(me.coordinator)
     jax.config.update('jax_enable_preemption_service', False)  # it would catch SIGTERM, which the training loop handles
     # JAX aborts a process that waits in vain, and names no setting.
     log.info(f'SPRL_PROCESS={me.process} of {me.processes} meets the others at SPRL_COORDINATOR={me.coordinator}')
-    try:
-      jax.distributed.initialize(
-        me.coordinator,
-        me.processes,
-        me.process,
-        cluster_detection_method='deactivate',
-        initialization_timeout=JAX_MEETING,
-        heartbeat_timeout_seconds=heartbeat(patience),
-      )
-    except RuntimeError as error:
-      raise SettingsError(
-        f'SPRL_COORDINATOR = {me.coordinator!r}: expected a free port of the host of process 0 ({error})'
-      ) from error
+    jax.distributed.initialize(
+      me.coordinator,
+      me.processes,
+      me.process,
+      cluster_detection_method='deactivate',
+      initialization_timeout=JAX_MEETING,
+      heartbeat_timeout_seconds=heartbeat(patience),
+    )
   _disable_cache_on_cpus()
   return 1 if me is None else me.processes
+
+
+def _check_port(coordinator: str) -> None:
+  """Raise SettingsError if the port is in use on this host. JAX would crash."""
+  try:
+    socket.create_server(('', int(coordinator.rpartition(':')[2]))).close()
+  except OSError as error:
+    raise SettingsError(f'SPRL_COORDINATOR = {coordinator!r}: expected a free port of this host ({error})') from error
 
 
 def heartbeat(patience: float) -> int:
