@@ -196,7 +196,7 @@ def function(module, path, name, args):
   if not callable(found):
     raise TypeError(f'{name} is a {type(found).__name__}: expected a function')
   try:
-    signature = inspect.signature(found)
+    signature = inspect.signature(found, follow_wrapped=False)  # a decorator may add arguments
   except ValueError:  # some functions of C have none
     return found
   try:

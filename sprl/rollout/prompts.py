@@ -214,10 +214,10 @@ def prompts(source: Source, first: int, count: int, different: int | None = None
   """Return the prompts of up to `count` groups from number `first` on.
 
   Groups whose environment fails, or whose messages the chat template refuses, are left out. Raises EnvironmentFault or
-  TokenizerError if that is so for all of the TRIES * count groups, or of the `different` ones if the source has no more.
+  TokenizerError if that is so for all of the TRIES * count groups, or for those below `different` if the source has no more.
   """
   found: list[Int[np.ndarray, ' _']] = []
-  last = first + min(TRIES * count, different or TRIES * count) - 1
+  last = min(first + TRIES * count, different or first + TRIES * count) - 1
   for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))

@@ -94,10 +94,20 @@ def grade(sample: Sample, seconds: float) -> float:
 
 
 def code_of(completion: str) -> str:
-  """Return the last fenced block of Python of a completion, else its last block, else the whole text."""
+  """Return the last fenced block of Python of a completion, else its last block, else the whole text.
+
+  A block without a language is Python if it defines something: it may also show what the code prints.
+  """
   blocks = [*_FENCED.finditer(completion)]
-  *_, block = [None, *blocks, *(each for each in blocks if each['language'].strip().lower() in _PYTHON)]
+  *_, block = [None, *blocks, *filter(_of_python, blocks)]
   return re.sub(f'^{block["indent"]}', '', block['code'], flags=re.MULTILINE) if block else completion
+
+
+def _of_python(block: re.Match[str]) -> bool:
+  language = block['language'].strip().lower()
+  return language in _PYTHON or (
+    not language and re.search(r'^\s*(def|class|import|from) ', block['code'], re.MULTILINE) is not None
+  )
 
 
 def _is_python(code: str) -> bool:
@@ -156,18 +166,28 @@ class Process:
     self._first = {'code': code, 'script': script, 'helpers': helpers, 'imports': imports}
     self._folder = tempfile.TemporaryDirectory()
     self._ours, theirs = socket.socketpair()
+    arguments = str(theirs.fileno()), str(max(0.1, deadline - time.monotonic())), str(MEMORY)
     with theirs:
-      arguments = str(theirs.fileno()), str(max(0.1, deadline - time.monotonic())), str(MEMORY)
-      self._process = subprocess.Popen(
-        [sys.executable, '-I', str(_RUNNER), *arguments],
-        pass_fds=[theirs.fileno()],
-        cwd=self._folder.name,
-        process_group=0,
-        env={'PATH': '/usr/bin:/bin', 'HOME': self._folder.name, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'},  # no keys
-        stdin=stdin,
-        stdout=stdout or subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-      )
+      try:
+        self._process = subprocess.Popen(
+          [sys.executable, '-I', str(_RUNNER), *arguments],
+          pass_fds=[theirs.fileno()],
+          cwd=self._folder.name,
+          process_group=0,
+          env={
+            'PATH': '/usr/bin:/bin',
+            'HOME': self._folder.name,
+            'OMP_NUM_THREADS': '1',
+            'OPENBLAS_NUM_THREADS': '1',
+          },  # no keys
+          stdin=stdin,
+          stdout=stdout or subprocess.DEVNULL,
+          stderr=subprocess.DEVNULL,
+        )
+      except OSError:
+        self._ours.close()
+        self._folder.cleanup()
+        raise
 
   def __enter__(self) -> 'Process':
     try:

@@ -275,12 +275,8 @@ def math(prompt: str, completion: str, answer: str) -> float:
   boxed = ', '.join(last_boxes(completion)) or None
   if boxed is not None and (value := number(_plain(boxed))) is not None and value == number(answer):
     return 1.0
-  if (
-    boxed is None
-    and (letter := _LETTER.fullmatch(answer.strip()))
-    and (chosen := _CHOICE.fullmatch(completion.rstrip().rpartition('\n')[2][-200:]))
-  ):
-    return float((chosen[1] or chosen[2]) == letter[1])
+  if boxed is None and (letter := _LETTER.fullmatch(answer.strip())) and (chosen := _choice(completion)):
+    return float(chosen == letter[1])
   return float(_same_mathematics(boxed, completion, answer))
 
 
@@ -325,17 +321,24 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)
 
 
+def _choice(completion: str) -> str | None:
+  """Return the letter that the last line of a completion gives: after `answer`, or alone. None if it names several."""
+  chosen = _CHOICE.fullmatch(completion.rstrip().rpartition('\n')[2][-200:])
+  return None if chosen is None or _OTHER_CHOICE.search(chosen[2] or '') else chosen[1] or chosen[3]
+
+
 def _bare(answer: str) -> str:
-  """Return the right answer as an expression: the content of its box, without a full stop at its end, a `$` around it, or a unit.
+  """Return the right answer as an expression: the content of its last boxes, without a full stop at its end or a `$` around it.
 
   A number is written without an exponent, which math-verify reads as Euler's number.
   """
-  text = _ANSWER.sub('', last_boxed(answer) or answer.strip())
+  text = _ANSWER.sub('', ', '.join(last_boxes(answer)) or answer.strip())
   if not text.endswith(r'\right.'):
     text = text.rstrip('.,; ')
   if pair := re.fullmatch(r'\$+([^$]*)(?<!\\)\$+', text):
     text = pair[1].strip()
-  value = None if '%' in text or ',' in text else quantity(text)  # `100,200` may be two numbers
+  text = text.removesuffix(r'\$')
+  value = None if '%' in text or ',' in text else number(text)  # `100,200` may be two numbers
   return text if value is None else format(value, 'f')
 
 
@@ -354,14 +357,14 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
 _LATEX_TEXT = re.compile(r'\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}')
 _FORMULA = re.compile(r'[\\^]|(?<=[0-9)}])\s*/')
 _SEPARATED = re.compile(r'(?<=[0-9])(?:\{,\}|,?\\[!,;: ])\s*(?=[0-9]{3}(?![0-9]))')  # thousands in LaTeX
-_JOINT = re.compile(r'\$*\s*(?:,|;|and|or|,\s*and|,\s*or)\s*\$*\s*(?:[A-Za-z]\s*=\s*)?\$*')
+_HUGE = re.compile(r'\^[^}]*\^|\^\s*\{?\s*[0-9]{4}|[0-9]{4}\s*!|!\s*!')  # a number that may have no end
+_JOINT = re.compile(r'(?:,|;|and|or|, ?and|, ?or)(?: ?[A-Za-z] ?=)?')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`
 _ANSWER = re.compile(r'(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*', re.IGNORECASE)
 _LETTER = re.compile(r'(?:\\text\{)?\(?([A-J])\)?\}?\.?')  # an answer that is the letter of a choice
-_CHOICE = re.compile(  # its letter in the last line of a completion: after `answer`, or alone
-  r'.*\b(?i:answer|choice|option)\b[\s*_]*(?:is|:)?[\s*_:]*\(?([A-J])(?:[.,:;)*_].*)?|[\s*_]*\(?([A-J])[.)*_]*'
-)
+_CHOICE = re.compile(r'.*?\b(?i:answer)\b[\s*_]*(?i:is|:)[\s*_:]*\(?([A-J])(?:[.,:;)*_](.*))?|[\s*_]*\(?([A-J])[.)*_]*')
+_OTHER_CHOICE = re.compile(r'\b(?i:answer|choice|option)\W+(?:(?i:is)\W+)?[A-J]\b')
 _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
 
 
@@ -374,9 +377,13 @@ def final_answer(completion: str, answer: str) -> str:
   chosen = tagged if tagged is not None else last_boxed(completion) or None
   if number(answer) is None:
     return (completion if chosen is None else _LATEX_TEXT.sub(r'\1', chosen)).strip()
-  if chosen is not None and quantity(chosen) is None and _FORMULA.search(chosen):
-    return answer if _same_mathematics(chosen, chosen, answer) else ''
+  if chosen is not None and quantity(chosen) is None and _is_formula(_LATEX_TEXT.sub(r' \1 ', _plain(chosen))):
+    return answer if not _HUGE.search(chosen) and _same_mathematics(chosen, chosen, answer) else ''
   return last_number(completion if chosen is None else _plain(chosen)) or ''
+
+
+def _is_formula(text: str) -> bool:
+  return _FORMULA.search(text) is not None and _PROSE.search(text) is None
 
 
 def marked(text: str) -> str | None:
@@ -419,7 +426,7 @@ def last_boxes(text: str) -> list[str]:
   r"""Return the contents of the last boxes with only `,`, `and` or `or` between them, as in `\boxed{3} or \boxed{4}`."""
   found = _boxes(text)
   first = len(found) - 1
-  while first > 0 and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
+  while first > 0 and _JOINT.fullmatch(' '.join(text[found[first - 1][1] : found[first][0]].replace('$', ' ').split())):
     first -= 1
   return [content for _, _, content in found[max(first, 0) :]]
 

@@ -196,8 +196,9 @@ def _reader(settings: Settings) -> Callable[[str, bool], float | None] | None:
 def _yes_or_no(text: str, cut: bool) -> float | None:
   """Return 1 or 0 for a reply that begins with yes or no, else for its last one. The thinking before the reply does not count."""
   said = _said(text).lower()
-  first = re.match(r'[\W_]*(yes|no)\b(?=[\s*_]*(?:[.,:;!\n-]|$))', said)
-  return {'yes': 1.0, 'no': 0.0}.get(first[1] if first else '' if cut else _last(r'\b(yes|no)\b', said) or '')
+  first = re.match(r'[\W_]*(?:(yes)\b|(no)\b(?=[\s*_"]*(?:[.,:;!(—–\n]|-\s|$)))', said)  # not `no doubt: yes`
+  verdict = first[1] or first[2] if first else None if cut else _last(r'\b(yes|no)\b', said)
+  return {'yes': 1.0, 'no': 0.0, None: None}[verdict]
 
 
 def _number(best: float, text: str, cut: bool) -> float | None:
@@ -212,7 +213,7 @@ def _number(best: float, text: str, cut: bool) -> float | None:
     return match[1] if match[2] in ('/', 'out of', 'of') else ''
 
   number = r'(\d+(?:\.\d+)?)'
-  said = re.sub(rf'{number}\s*(/|out of|of|-|to)\s*{number}(?![\d.]*\d)', without_best, _said(text))
+  said = re.sub(rf'{number}\s*(/|out of|of|-|–|to)\s*{number}(?![\d.]*\d)', without_best, re.sub('[*_`]', '', _said(text)))
   score = None if cut else _divided(_last(r'((?:(?<![\w)])-)?\d+(?:\.\d+)?)', said), best)
   return score if score is not None and 0 <= score <= 1 else None
 

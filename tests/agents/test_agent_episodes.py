@@ -404,6 +404,17 @@ def test_agents_that_cannot_be_loaded_are_refused(tmp_path, source, args, why):
     AgentPool(Program(f'{tmp_path / "mine.py"}:talk', args), Sampling(), Sampling(), 'tiny', 1.0).__enter__()
 
 
+def test_an_agent_may_have_a_decorator_that_adds_arguments(tmp_path):
+  (tmp_path / 'mine.py').write_text(
+    'import functools\n'
+    'def with_client(f): return functools.wraps(f)(lambda url, row: f(url, row, client=2.0))\n'
+    '@with_client\n'
+    'def talk(url, row, client): return client\n'
+  )
+  with AgentPool(Program(f'{tmp_path / "mine.py"}:talk', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    assert results(pool, pool.submit(Call((0, 0), 'run', {}))) == [Ended(2.0)]
+
+
 def test_what_all_episodes_share_is_prepared_once_and_a_failure_names_its_line(tmp_path):
   file = tmp_path / 'mine.py'
   file.write_text(

@@ -117,8 +117,8 @@ def test_groups_whose_messages_the_template_refuses_are_left_out():
 def test_a_source_is_not_asked_behind_its_last_group():
   refusing = replace(source(Moody()), codec=Refusing(('s11', 's12')))
   assert [text(ids) for ids in prompts(refusing, 0, 3, different=3)] == ['s10/>']
-  with pytest.raises(TokenizerError):
-    prompts(refusing, 1, 2, different=2)
+  with pytest.raises(TokenizerError, match='refuses the message'):
+    prompts(refusing, 1, 2, different=3)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,8 @@ def test_a_calculation_gets_its_value_and_an_answer_its_score():
     ('####', 0),
     ('<answer>none</answer>', 0),
     ('#### 1028', 0),
+    ('<answer>2054/2</answer>', 1),
+    ('<answer>10/1027</answer>', 0),  # a formula has a value, not a last number
   ],
 )
 def test_a_final_answer_ends_the_episode_with_its_score(action, reward):

@@ -348,6 +348,7 @@ def test_code_is_graded_in_the_pool_and_slow_code_is_wrong_and_not_a_failure():
     ('a\n```py\nx = 1\n```\nb', 'x = 1\n'),
     ('```\n1\n```\n```js\n2\n```', '2\n'),
     ('```Python\n1\n```\nIt prints\n```\n2\n```', '1\n'),
+    ('```python\nf(1)\n```\nwith\n```\ndef f(x): return x\n```', 'def f(x): return x\n'),
     ('```py\nx', 'x'),
     ('```py\nx```', 'x'),
     ('1. First\n   ```py\n   if x:\n     y\n   ```', 'if x:\n  y\n'),

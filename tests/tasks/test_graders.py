@@ -50,6 +50,14 @@ from sprl.tasks.rewards import Sample
     ),
     ('Answer: B', 'C', 0),
     ('The answer is A cat', 'A', 0),
+    *(
+      (f'{text} option C.', 'C', 0)
+      for text in ('The answer is A, not', 'It cannot be', 'Answer: A. Many prefer', 'Answer: C, or')
+    ),
+    (r'$\boxed{3}$ and $\boxed{4}$', r'So $\boxed{3}$ and $\boxed{4}$.', 1),
+    (r'\boxed{4}', r'So $\boxed{3}$ and $\boxed{4}$.', 0),
+    (r'\boxed{3xy}', '3 xy', 1),  # xy is no unit
+    (r'\boxed{3}', '3 xy', 0),
     ('C is wrong\nAnswer: B', 'C', 0),
   ],
 )
@@ -183,6 +191,14 @@ def test_text_that_is_not_exactly_one_number_gives_none(text):
 )
 def test_last_boxed(text, inner):
   assert graders.last_boxed(text) == inner
+
+
+@pytest.mark.parametrize('between', [',' + 20_000 * ' ' + '!', 20_000 * '$', 'answer ' * 3_000, ' and' * 5_000])
+def test_what_stands_between_boxes_takes_time_in_proportion_to_its_length(between):
+  text = rf'\boxed{{1}}{between}\boxed{{2}}'
+  start = time.process_time()
+  assert graders.last_boxes(text)[-1] == '2'
+  assert time.process_time() - start < 1
 
 
 def test_a_box_that_never_ends_takes_time_in_proportion_to_its_length():
@@ -322,6 +338,10 @@ def test_scores_are_finite_floats():
     (r'\boxed{\frac{3}{2}}', '2', ''),  # a formula has a value, not a last number
     ('<answer>10/3</answer>', '3', ''),
     (r'\boxed{2^{10}}', '10', ''),
+    ('<answer>9^{9^{9}}</answer>', '18', ''),  # is not computed
+    ('<answer>9^{99999999}</answer>', '18', ''),
+    (r'\boxed{\text{The answer is } 18}', '18', '18'),
+    ('<answer>The total is 36/2, which is 18</answer>', '18', '18'),
     (r'\boxed{\text{Yes}}', 'Yes', 'Yes'),
   ],
 )

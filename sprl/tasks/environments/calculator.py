@@ -59,7 +59,7 @@ class Calculator:
     self._turns.take()
     final, asked, failed, reward = _final(action), _CALC.findall(action)[:MAX_CALCULATIONS], 0, 0.0
     if final is not None:
-      reward = graders.numeric('', final, self._problem.answer)
+      reward = graders.numeric('', f'<answer>{final}</answer>', self._problem.answer)
       text = ''
     elif asked:
       lines = [_answered(expression) for expression in asked]
