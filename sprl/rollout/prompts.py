@@ -217,7 +217,9 @@ def prompts(source: Source, first: int, count: int, different: int | None = None
   TokenizerError if that is so for all of the TRIES * count groups, or for those below `different` if the source has no more.
   """
   found: list[Int[np.ndarray, ' _']] = []
-  last = min(first + TRIES * count, different or first + TRIES * count) - 1
+  last = first + TRIES * count - 1
+  if different is not None:
+    last = min(last, different - 1)
   for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))

@@ -167,19 +167,16 @@ class Process:
     self._folder = tempfile.TemporaryDirectory()
     self._ours, theirs = socket.socketpair()
     arguments = str(theirs.fileno()), str(max(0.1, deadline - time.monotonic())), str(MEMORY)
+    home = self._folder.name
+    environment = {'PATH': '/usr/bin:/bin', 'HOME': home, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}  # no keys
     with theirs:
       try:
         self._process = subprocess.Popen(
           [sys.executable, '-I', str(_RUNNER), *arguments],
           pass_fds=[theirs.fileno()],
-          cwd=self._folder.name,
+          cwd=home,
           process_group=0,
-          env={
-            'PATH': '/usr/bin:/bin',
-            'HOME': self._folder.name,
-            'OMP_NUM_THREADS': '1',
-            'OPENBLAS_NUM_THREADS': '1',
-          },  # no keys
+          env=environment,
           stdin=stdin,
           stdout=stdout or subprocess.DEVNULL,
           stderr=subprocess.DEVNULL,
