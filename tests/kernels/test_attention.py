@@ -118,7 +118,7 @@ def test_chunks_leave_outputs_and_gradients_equal(monkeypatch, T, masks):
   whole = jax.jit(outputs)(q, k, v)
   monkeypatch.setattr(attention_module, 'QUERY_CHUNK', 4)
   for a, b in zip(whole, jax.jit(lambda *x: outputs(*x))(q, k, v)):
-    np.testing.assert_allclose(a, b, atol=1e-6)
+    np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def by_definition(q, k, v, allowed):
@@ -132,8 +132,8 @@ def by_definition(q, k, v, allowed):
   )
 
 
-GRADIENTS = [(4, 2, jnp.float32, 2e-6), (4, 2, jnp.bfloat16, 5e-2)]
-MORE_GRADIENTS = [(chunk, 1, *dtype) for chunk in (1024, 4) for dtype in ((jnp.float32, 2e-6), (jnp.bfloat16, 5e-2))]
+GRADIENTS = [(4, 2, jnp.float32, 1e-5), (4, 2, jnp.bfloat16, 5e-2)]
+MORE_GRADIENTS = [(chunk, 1, *dtype) for chunk in (1024, 4) for dtype in ((jnp.float32, 1e-5), (jnp.bfloat16, 5e-2))]
 
 
 @pytest.mark.parametrize(

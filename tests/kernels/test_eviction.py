@@ -138,13 +138,13 @@ def test_reference_similarity_matches_float64(none):
 def test_kernel_similarity_matches_float64(dtype, none):
   arguments = keys(6, 1, 200, 64, [0, 1, 63, 64, 65, 200], dtype)
   # Each cosine of float32 keys has an error of at most 2^-16.
-  check_compared(SIMILARITY(*arguments, 0.5, none), arguments, 0.5, none, 2e-5 if dtype == BF16 else 200 * 2**-16)
+  check_compared(SIMILARITY(*arguments, 0.5, none), arguments, 0.5, none, 1e-4 if dtype == BF16 else 200 * 2**-16)
 
 
 @slow
 def test_kernel_compares_more_blocks_than_stages():
   arguments = keys(1, 2, 300, 128, [290], BF16)
-  check_compared(SIMILARITY(*arguments, 0.3, 0), arguments, 0.3, 0, 2e-5)
+  check_compared(SIMILARITY(*arguments, 0.3, 0), arguments, 0.3, 0, 1e-4)
 
 
 @given(st.integers(1, 150), st.sampled_from([0.1, 0.5]), st.sampled_from([0, -1]), st.integers(0, 99), st.data())
@@ -153,7 +153,7 @@ def test_kernel_compares_more_blocks_than_stages():
 def test_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
   n = data.draw(st.lists(st.integers(0, S), min_size=1, max_size=2))
   arguments = keys(len(n), 2, S, 64, n, BF16, seed)
-  check_compared(SIMILARITY(*arguments, threshold, none), arguments, threshold, none, 2e-5)
+  check_compared(SIMILARITY(*arguments, threshold, none), arguments, threshold, none, 1e-4)
 
 
 # --- compression of a layer --------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def plain(world, token_loss, aggregate, keep=lambda p, b: np.ones(p.shape, bool)
 def check_gradient(got, expected):
   for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
     scale = float(np.abs(b).max())
-    np.testing.assert_allclose(a, b, atol=2e-5 * scale + 1e-8, err_msg=jax.tree_util.keystr(path))
+    np.testing.assert_allclose(a, b, atol=5e-5 * scale + 1e-8, err_msg=jax.tree_util.keystr(path))
 
 
 def seq_mean_token_mean(loss, survive, mask):
@@ -172,9 +172,9 @@ def test_microbatches_of_shared_rows_sum_to_the_plain_gradient(world, batch, on_
   state, metrics = update(TrainState.create(jax.tree.map(jnp.copy, world.params), optimizer), batch, small.unscored(batch))
   [moments] = [found for found in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(found)]
   check_gradient(jax.tree.map(lambda m: m / (1 - Optimizer.b1), moments.mu), on_policy[1])  # mu = (1 - b1) * gradient
-  np.testing.assert_allclose(metrics['update/loss'], on_policy[0], rtol=1e-5)
+  np.testing.assert_allclose(metrics['update/loss'], on_policy[0], atol=5e-5)
   norm = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(on_policy[1])))
-  np.testing.assert_allclose(metrics['update/grad_norm'], norm, rtol=1e-5)
+  np.testing.assert_allclose(metrics['update/grad_norm'], norm, rtol=5e-5)
 
 
 def is_adam(state):
@@ -200,7 +200,7 @@ def test_supports_restrict_the_gradient_of_log_probs_and_entropy(world):
   gradient, metrics = step(world, packed(world), settings)
   expected = plain(world, token_loss, seq_mean_token_mean)
   check_gradient(gradient, expected[1])
-  np.testing.assert_allclose(metrics['update/loss'], expected[0], rtol=1e-5)
+  np.testing.assert_allclose(metrics['update/loss'], expected[0], atol=5e-5)
   assert metrics['policy/entropy'] < np.log(10)
 
 
@@ -363,10 +363,10 @@ def test_the_balance_loss_weighs_microbatches_by_their_tokens(monkeypatch, world
 
   gradient, metrics = table.step(dataclasses.replace(SETTINGS, loss=Loss(balance_coef=0.3)))
   value, of_loss = jax.jit(jax.value_and_grad(expected))(table.params)
-  np.testing.assert_allclose(metrics['update/loss'], value, rtol=1e-5)
+  np.testing.assert_allclose(metrics['update/loss'], value, rtol=5e-5)
   check_gradient(gradient, of_loss)
   for name, whole in balance_metrics(table.balance(table.params, batch.mask)).items():
-    np.testing.assert_allclose(metrics[name], whole, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(metrics[name], whole, rtol=5e-5, err_msg=name)
 
 
 # --- the scored log-probs --------------------------------------------------------------------------------------------

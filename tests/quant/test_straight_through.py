@@ -88,5 +88,5 @@ def test_rematerialisation_can_save_the_product_and_keeps_the_gradient():
   saving = jax.checkpoint(loss, policy=policy)
   plain, saved = (jax.jit(jax.grad(f, argnums=(0, 1)))(jnp.asarray(X * 0.01), jnp.asarray(W)) for f in (loss, saving))
   for a, b in zip(plain, saved):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
   assert np.abs(plain[1]).max() > 0.1
