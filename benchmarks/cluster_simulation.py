@@ -24,9 +24,9 @@ A row compares an arm with another arm or with a bound. Both have the same lengt
     gain        seconds of the other arm / seconds of this arm, mean over the draws; low and high are its 95 % interval (Student's
                 t). Against a proposition: its upper bound in seconds / seconds of this arm
     published   gain of the most similar published experiment; 1 against a bound
-    verdict     whether the gain is above the published one: `holds` if the whole interval is, `does not hold` if none of it is,
-                else `cannot tell`. The paper gives 2.24 as "up to", so it is compared only at the number of GPUs with the
-                largest gain of alpha = 2 on the draws TUNING
+    verdict     whether the gain is above nine tenths of the published one: `holds` if the whole interval is, `does not hold` if
+                none of it is, else `cannot tell`. A bound has to be passed as a whole. The paper gives 2.24 as "up to", so it is
+                compared only at the number of GPUs with the largest gain of alpha = 2 on the draws TUNING
     dropped     share of the started samples that were not trained on
     bias        mean size of the trained samples / mean size of all samples - 1. The size of a sample is its tokens (rlvr) or
                 the seconds of its environment steps
@@ -46,13 +46,15 @@ from cluster import ALPHAS, Conversations, Outcome, answers, costs
 from cluster_pictures import draw
 from common import report
 
+NEAR = 0.9  # share of a published gain that counts as reached
+BOUND = 1.0  # in place of a published gain, against a proposition
 JUDGED, TUNING = range(16), range(100, 108)  # seeds of draws
 GPUS = (2, 4, 8, 16, 32)
 GENERATING = 4  # GPUs of the experiment without training
 
-# The paper's abstract has 2.24 and 2.72 (ALFWorld). The other figures are from the notes (cluster.py).
-# Queue scheduling shortens 125 s of batch scheduling to 58 s, and 16 redundant prompts to 37 s. No arm here is batch scheduling.
-RLVR_PUBLISHED, REPLICATION_PUBLISHED, SPARE_PUBLISHED = 2.24, 1.84, 58 / 37
+# The paper's abstract has 2.24 and 2.72 (ALFWorld). The other figures are from the notes (cluster.py): 1.30 is that of 512
+# samples, as here, in groups of 16. The published redundant prompts are 16 for 8 prompts, unlike `spare`, which has no figure.
+RLVR_PUBLISHED, REPLICATION_PUBLISHED = 2.24, 1.30
 ENVIRONMENT_LEVEL_PUBLISHED, ENVIRONMENT_LEVEL_STEP_PUBLISHED, REDUNDANT_PUBLISHED = 2.46, 1.58, 5.4
 AHEAD_PUBLISHED, AHEAD_REDUNDANT_PUBLISHED = 2.27, 2.72
 
@@ -77,8 +79,13 @@ def line(
   return {
     'experiment': experiment, 'speed': speed, 'GPUs': gpus, 'arm': arm, 'train': train, 'seconds': float(seconds(runs).mean()),
     'against': against, 'gain': found.mean, 'low': found.low, 'high': found.high, 'published': published,
-    'verdict': None if published is None else verdict(found, published), 'dropped': None, 'bias': None,
+    'verdict': None if published is None else verdict(found, needed(published)), 'dropped': None, 'bias': None,
   }  # fmt: skip
+
+
+def needed(published: float) -> float:
+  """Return the gain above which a published one counts as reached."""
+  return published if published == BOUND else NEAR * published
 
 
 def selection(runs: Sequence[Outcome], sizes: Sequence[float]) -> dict[str, float]:
@@ -126,7 +133,7 @@ def rlvr(gpus: int) -> list[dict[str, Any]]:
   dropped = selection(spare, [cluster.counted(draw).mean() for draw in JUDGED])
   rows = [
     add('continuous', continuous, 'groups', groups, published=REPLICATION_PUBLISHED),
-    add('spare', spare, 'continuous', continuous, published=SPARE_PUBLISHED) | dropped,
+    add('spare', spare, 'continuous', continuous) | dropped,
     add('spare', spare, 'groups', groups) | dropped,
   ]
   for alpha in ALPHAS:
@@ -145,7 +152,7 @@ def bounds(gpus: int) -> list[dict[str, Any]]:
   ahead = [answers(draw, 'fixed', gpus, trainers, 2) for draw in JUDGED]
   rows = [
     add('alpha = 2, best', ahead, 'continuous', continuous, train=trainers),
-    add('continuous', continuous, 'Proposition 2', [costs(draw, gpus, 0).synchronous for draw in JUDGED], published=1.0),
+    add('continuous', continuous, 'Proposition 2', [costs(draw, gpus, 0).synchronous for draw in JUDGED], published=BOUND),
   ]
   for alpha in ALPHAS:
     limits = [costs(draw, gpus, alpha) for draw in JUDGED]
@@ -155,7 +162,7 @@ def bounds(gpus: int) -> list[dict[str, Any]]:
     least = [costs(draw, gpus, 0).asynchronous_at_least(alpha, slots) for draw in JUDGED]
     rows += [
       add(arm, ahead, 'continuous', continuous, train=trainers),
-      add(arm, ahead, 'Proposition 2', bound, train=trainers, published=1.0),
+      add(arm, ahead, 'Proposition 2', bound, train=trainers, published=BOUND),
       add(f'{arm}, least possible', least, 'Proposition 2', bound, train=trainers),
     ]
   return rows
@@ -169,7 +176,7 @@ def generation() -> list[dict[str, Any]]:
     for order in ('start', 'deadline') if alpha else ('start',):
       runs = [answers(draw, 'fixed', GENERATING, alpha=alpha, training=0.0, order=order) for draw in JUDGED]
       arm = f'alpha = {alpha}, {order}'
-      rows.append(line('generation', arm, runs, 'Proposition 1', bound, gpus=GENERATING, speed='fixed', published=1.0))
+      rows.append(line('generation', arm, runs, 'Proposition 1', bound, gpus=GENERATING, speed='fixed', published=BOUND))
   return rows
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import re
 
 import jax.numpy as jnp
@@ -123,6 +124,39 @@ def test_nothing_is_decided_before_all_seeds_have_run():
   more = dataclasses.replace(EXPERIMENT, seeds=3)
   assert judged(CLAIM, more, records(0.2, seeds=2))[0]['verdict'] == 'cannot tell'
   assert judged(CLAIM, more, records(0.2, seeds=3))[0]['verdict'] == 'holds'
+
+
+def test_a_claim_that_takes_learning_as_given_is_open_without_it():
+  claims = {above: dataclasses.replace(CLAIM, given=Comparison('b', 'a', above)) for above in (0.15, 0.25)}
+  verdicts = {above: judged(claim, EXPERIMENT, records(0.2))[0]['verdict'] for above, claim in claims.items()}
+  assert verdicts == {0.15: 'holds', 0.25: 'cannot tell'}
+  plans = {dataclasses.replace(EXPERIMENT, claims=(claim,)).plan() for claim in (CLAIM, *claims.values())}
+  assert len(plans) == 3
+  line = page.line(claims[0.15], EXPERIMENT, records(0.2))
+  assert '| b - a > +0.05<br>decided only if b - a > +0.15 |' in line
+
+
+def test_comparisons_that_were_not_planned_have_no_verdict_and_change_no_plan():
+  more = dataclasses.replace(EXPERIMENT, unplanned={'b, against a.': Comparison('b', 'a', 0.0)})
+  assert more.plan() == EXPERIMENT.plan()
+  *_, row = page.unplanned(more, records(0.2))
+  assert row == '| b, against a. | b - a | +0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200) |'
+  assert not page.unplanned(EXPERIMENT, records(0.2))
+  with pytest.raises(ValueError, match='c'):
+    dataclasses.replace(EXPERIMENT, unplanned={'c, against a.': Comparison('c', 'a', 0.0)})
+
+
+def test_a_claim_that_does_not_hold_as_the_paper_expects_counts_as_published():
+  expected = dataclasses.replace(CLAIM, expected=True, comparisons=(Comparison('b', 'a', 0.5),))
+  line = page.summary(dataclasses.replace(EXPERIMENT, claims=(expected,)), records(0.2))
+  assert line.endswith(' | 1 | 0 | 0 | 0 of 0 | 4 of 4 |')
+
+
+def test_a_difference_of_logarithms_is_shown_as_a_factor():
+  each = Comparison('b', 'a', math.log(1.5), time_to(0.5))
+  row = {'seeds': 8, 'mean': math.log(2), 'low': 0.0, 'high': math.log(4)}
+  assert page.factor(each, row) == ', a factor of 2.00 (1.00 to 4.00)'
+  assert not page.factor(CLAIM.comparisons[0], row)
 
 
 def test_both_warm_starts_have_to_agree():

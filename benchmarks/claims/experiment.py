@@ -85,6 +85,7 @@ class Claim:
   comparisons: tuple[Comparison, ...]  # the claim holds if all hold
   reason: str = ''  # why it does not hold; written after the runs
   expected: bool = False  # whether the paper itself expects that it does not hold
+  given: Comparison | None = None  # the claim is decided only if this holds, as that the reference learns at all
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Experiment:
   asked: tuple[str, ...] = ()  # arms whose newest weights are also evaluated with each sampler of `inference`
   hours: float = 0.0  # estimated hours of `device` for all runs
   note: str = ''  # what a reader of the results should know of the design
+  unplanned: Mapping[str, Comparison] = field(default_factory=lambda: MappingProxyType({}))  # shown by statement, without verdict
   device: Literal['one core', 'one H200', 'four H200s'] = 'one core'  # what a run needs
 
   def __post_init__(self):
@@ -132,20 +134,24 @@ class Experiment:
     if unknown := {*self.asked} - {*self.arms}:
       raise ValueError(f'{self.name}: asked = {", ".join(sorted(unknown))}: expected some of {sorted(self.arms)}')
     known = {*self.arms, BEFORE}
-    for claim in self.claims:
-      for each in claim.comparisons:
-        if unknown := {each.arm, each.against} - known:
-          raise ValueError(
-            f'{self.name}: {claim.statement!r} compares {", ".join(sorted(unknown))}; expected some of {sorted(known)}'
-          )
-        measures = (ACCURACY, *map(under, self.inference), *self.series)
-        named = {name.removesuffix(START).removesuffix(END) for name in each.measures if not name.startswith(SECONDS)}
-        if wrong := named - {*measures}:
-          raise ValueError(f'{self.name}: {", ".join(sorted(wrong))}: no measure; expected one of {measures}')
-        if each.measure.startswith(UNDER) and not {each.arm, each.against} <= {*self.asked}:
-          raise ValueError(
-            f'{self.name}: {each.arm} and {each.against} are compared by {each.measure!r}: expected both in asked = {self.asked}'
-          )
+    measures = (ACCURACY, *map(under, self.inference), *self.series)
+    for statement, each in self._compared():
+      if unknown := {each.arm, each.against} - known:
+        raise ValueError(f'{self.name}: {statement!r} compares {", ".join(sorted(unknown))}; expected some of {sorted(known)}')
+      named = {name.removesuffix(START).removesuffix(END) for name in each.measures if not name.startswith(SECONDS)}
+      if wrong := named - {*measures}:
+        raise ValueError(f'{self.name}: {", ".join(sorted(wrong))}: no measure; expected one of {measures}')
+      if each.measure.startswith(UNDER) and not {each.arm, each.against} <= {*self.asked}:
+        raise ValueError(
+          f'{self.name}: {each.arm} and {each.against} are compared by {each.measure!r}: expected both in asked = {self.asked}'
+        )
+
+  def _compared(self) -> list[tuple[str, Comparison]]:
+    """All comparisons, with their statements."""
+    planned = [
+      (claim.statement, each) for claim in self.claims for each in (*claim.comparisons, *([claim.given] if claim.given else []))
+    ]
+    return [*planned, *self.unplanned.items()]
 
   @property
   def runs(self) -> list[tuple[str, int]]:
@@ -170,7 +176,8 @@ class Experiment:
 
   def plan(self) -> str:
     """Return a fingerprint of what decides the runs and the verdicts. Statements may be reworded, and reasons added, later."""
-    compared = [[_compared(each) for each in claim.comparisons] for claim in self.claims]
+    compared = [[_plain(each) for each in claim.comparisons] for claim in self.claims]
+    given = [_plain(claim.given) for claim in self.claims if claim.given]
     settings: list[Any] = [dict(self.task.settings), dict(self.settings)]
     settings += [{name: dict(of) for name, of in several.items()} for several in (self.arms, self.inference)]
     weights = [
@@ -187,11 +194,13 @@ class Experiment:
     ]
     weights += [name for name in self.task.warm if not Path(name).is_absolute()]  # of the hub
     more = {key: value for key, value in self.task.final.items() if key not in ('eval.problems', 'sampling.rows')}
-    text = json.dumps([compared, settings, numbers, weights, *([more] if more else [])], sort_keys=True)
+    text = json.dumps(
+      [compared, settings, numbers, weights, *([more] if more else []), *([given] if given else [])], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _compared(each: Comparison) -> dict[str, Any]:
+def _plain(each: Comparison) -> dict[str, Any]:
   return {name: value for name, value in vars(each).items() if value is not None}
 
 

@@ -12,6 +12,7 @@ from sprl.config import default_config
 # Seeds begin from both models in turn.
 SMALL = 'Qwen/Qwen2.5-1.5B', 'Qwen/Qwen2.5-1.5B-Instruct'
 MIXTURES = 'Qwen/Qwen1.5-MoE-A2.7B', 'Qwen/Qwen1.5-MoE-A2.7B-Chat'  # 14.3 B parameters, of which a token uses 2.7 B
+MARGIN = 0.03  # of the accuracy that counts as on par
 ANSWER = 1024  # longest answer, in tokens: GSM8K's solutions by these models have about 300
 
 

@@ -42,35 +42,37 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[str, Any]]:
   """Return a row for each comparison of a claim. The first row has the verdict of the claim.
 
+  It is not decided if what it takes as given (`Claim.given`) does not hold.
+  """
+  rows = [{'claim': '', 'verdict': ''} | measured(each, experiment, records) for each in claim.comparisons]
+  given = claim.given is None or measured(claim.given, experiment, records)['verdict of the comparison'] == 'holds'
+  of_claim = together([row['verdict of the comparison'] for row in rows]) if given else 'cannot tell'
+  rows[0] |= {'claim': claim.statement, 'verdict': of_claim}
+  return rows
+
+
+def measured(each: Comparison, experiment: Experiment, records: Records) -> dict[str, Any]:
+  """Return the mean difference of a comparison with its interval, for each warm start, and its verdict.
+
   A comparison is decided only if all seeds of the plan are there, and the seeds of each warm start have their mean on the same
   side of the threshold.
   """
-  rows, verdicts = [], []
-  starts = len(experiment.task.warm)
-  for each in claim.comparisons:
-    found = differences(each, records)
-    of_start = [[np.mean(difference) for seed, difference in found.items() if seed % starts == i] for i in range(starts)]
-    parts = [float(np.mean(part)) for part in of_start if part]
-    one = interval(np.array(list(found.values()))) if found else Estimate(float('nan'), -np.inf, np.inf)
-    agree = len({part > each.above for part in parts}) == 1
-    decided = len(found) == experiment.seeds and agree
-    verdicts.append(verdict(one, each.above) if decided else 'cannot tell')
-    rows.append(
-      {
-        'claim': claim.statement if not rows else '',
-        'verdict': '',
-        'comparison': compared(each),
-        'above': each.above,
-        'mean': one.mean,
-        'low': one.low,
-        'high': one.high,
-        'seeds': len(found),
-        'by warm start': parts,
-        'verdict of the comparison': verdicts[-1],
-      }
-    )
-  rows[0]['verdict'] = together(verdicts)
-  return rows
+  starts, found = len(experiment.task.warm), differences(each, records)
+  of_start = [[np.mean(difference) for seed, difference in found.items() if seed % starts == i] for i in range(starts)]
+  parts = [float(np.mean(part)) for part in of_start if part]
+  one = interval(np.array(list(found.values()))) if found else Estimate(float('nan'), -np.inf, np.inf)
+  agree = len({part > each.above for part in parts}) == 1
+  decided = len(found) == experiment.seeds and agree
+  return {
+    'comparison': compared(each),
+    'above': each.above,
+    'mean': one.mean,
+    'low': one.low,
+    'high': one.high,
+    'seeds': len(found),
+    'by warm start': parts,
+    'verdict of the comparison': verdict(one, each.above) if decided else 'cannot tell',
+  }
 
 
 def compared(each: Comparison) -> str:

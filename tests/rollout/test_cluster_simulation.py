@@ -4,7 +4,7 @@ import cluster
 import numpy as np
 import pytest
 from cluster import EACH, FIXED, FULL, SLOTS, Cluster, Outcome
-from cluster_simulation import JUDGED, TUNING, best, line, selection
+from cluster_simulation import BOUND, JUDGED, TUNING, best, line, selection
 
 from sprl.config import Rollout
 from sprl.rollout.episodes import Generate
@@ -60,10 +60,17 @@ def test_a_gain_is_paired_by_draw():
   assert row['seconds'] == pytest.approx(31 / 3)
 
 
-@pytest.mark.parametrize(('published', 'verdict'), [(0.4, 'holds'), (3.0, 'cannot tell'), (5.6, 'does not hold')])
-def test_a_published_gain_is_judged_by_the_interval(published, verdict):
-  row = line('rlvr', 'arm', [1.0, 1.0, 1.0], 'base', [2.0, 3.0, 4.0], gpus=8, published=published)
+@pytest.mark.parametrize(
+  ('published', 'verdict'), [(0.57, 'holds'), (0.58, 'cannot tell'), (6.08, 'cannot tell'), (6.1, 'does not hold')]
+)
+def test_nine_tenths_of_a_published_gain_are_judged_by_the_interval(published, verdict):
+  row = line('rlvr', 'arm', [1.0, 1.0, 1.0], 'base', [2.0, 3.0, 4.0], gpus=8, published=published)  # 0.516 to 5.484
   assert row['verdict'] == verdict
+
+
+def test_a_bound_has_to_be_passed_as_a_whole():
+  row = line('rlvr', 'arm', [1.0, 1.0], 'Proposition 2', [0.95, 0.95], gpus=8, published=BOUND)
+  assert row['verdict'] == 'does not hold'
 
 
 def test_the_best_split_is_chosen_on_other_draws_than_it_is_judged_on():

@@ -43,7 +43,7 @@ NOT_COLLAPSED = {
   144: 'It ends at 0.81, and dense training at 0.83: the mismatch is 0.008 and 0.07 nats a token, for one warm start that of the '
   'papers. Their answers are ten times as long, so that more tokens of a sequence can be near impossible. No run tests this.',
 }
-NOTHING_LOST = {144: 'Without a correction nothing is lost at this budget, see above.'}
+NOTHING_LOST = {144: 'Without a correction nothing is lost at this budget, so there is nothing to rescue.'}
 TOO_SMALL = (
   'The budget is too small for this task: rollouts solve {} of the problems (a guess: 0.10; dense rollouts: 0.69 and 0.85, by '
   'warm start), and the veto rejects {} of the sequences. So there is little to learn from.'
@@ -54,8 +54,9 @@ NOT_AS_DENSE = {
   104: TOO_SMALL.format('0.32 and 0.28', '32 and 70 %'),
 }
 LIMITED = (
-  'From these caches a policy answers equally badly whether it was trained on dense rollouts or on sparse ones: 0.19 to 0.23 '
-  'with 96 tokens, 0.42 to 0.45 with 112. The cache is the limit, perhaps because it loses digits of the prompt (not tested).'
+  'From these caches a policy answers badly whether it was trained on dense rollouts or on sparse ones: 0.19 to 0.23 with 96 '
+  'tokens, 0.42 to 0.45 with 112. Trained on sparse rollouts of 88 or 96 tokens it answers a little worse, if anything. The '
+  'cache is the limit, perhaps because it loses digits of the prompt (not tested).'
 )
 
 
@@ -88,10 +89,11 @@ EXPERIMENT = Experiment(
     ),
     *_at_each(
       'Without a correction, training on sparse rollouts collapses: it ends below the accuracy before training',
-      'Sparse-RL', 'collapse', BEFORE, 'naive@{}', 0.03, NOT_COLLAPSED,
+      'Sparse-RL, as summaries report it', 'collapse', BEFORE, 'naive@{}', 0.03, NOT_COLLAPSED,
     ),
     *_at_each(
-      'The correction prevents a loss of accuracy', 'Sparse-RL', 'no collapse', 'sparse_rl@{}', 'naive@{}', 0.05, NOTHING_LOST,
+      'With the correction, training on sparse rollouts ends higher than without it', 'Sparse-RL', 'no collapse',
+      'sparse_rl@{}', 'naive@{}', 0.05, NOTHING_LOST,
     ),
     *_at_each(
       'With the correction, sparse rollouts train nearly as well as dense ones', 'Sparse-RL, as summaries report it',
@@ -115,7 +117,7 @@ EXPERIMENT = Experiment(
     ),
     Claim(
       'A budget of 112 trains nearly as well as dense, and saves a third of the attended tokens and half of the bytes.',
-      'Sparse-RL', '35 to 53 % of the tokens',
+      'Sparse-RL, as summaries report it', '35 to 53 % of the tokens',
       (
         Comparison('sparse_rl@112', 'dense', -0.05),
         Comparison('sparse_rl@112', 'dense', 0.33, measure=SAVED_TOKENS),
@@ -138,15 +140,28 @@ EXPERIMENT = Experiment(
       _from_the_cache_of('learner_mask@96'), LIMITED,
     ),
     Claim(
-      f'The mismatch grows without a correction (budget {APART}).', 'Sparse-RL', 'it grows until training collapses',
+      f'The mismatch grows without a correction (budget {APART}).', 'Sparse-RL, as summaries report it',
+      'it grows until training collapses',
       (Comparison(f'naive@{APART}', f'naive@{APART}', 0.0, at_end(MISMATCH), at_start(MISMATCH)),),
     ),
   ),
   hours=34.0,
+  unplanned={
+    f'Training with the correction, against no training (budget {budget}).': Comparison(f'sparse_rl@{budget}', BEFORE, 0.0)
+    for budget in BUDGETS
+  }
+  | {
+    f'Answers from a cache of {budget} tokens: trained with it and the correction, against dense.': Comparison(
+      f'sparse_rl@{budget}', 'dense', 0.0, measure=under(f'R-KV {budget}')
+    )
+    for budget in (88, 104, 144)
+  },
   note='A sequence has 144 to 284 tokens, 214 on average, so the budgets are 41 to 67 % of the average. The papers have 512 of '
   'up to 4,096 tokens, and a mismatch (k3) of at most about 0.03 nats a token. Here only budgets of 112 and 144 come near it, '
   'with the first warm start. An earlier plan was changed after eleven runs of seed 1, because it evaluated too few policies '
   'with a small cache and not how the mismatch grows. These runs decided no threshold, and were repeated under the new plan.\n\n'
   '`sparse_rl_code` ends at 0.08 to 0.14 in the four seeds of one warm start, and at 0.69 to 0.80 in those of the other. It '
-  'rejects 82 and 85 % of the sequences, and its mismatch is 0.3 and 0.5.',
+  'rejects 82 and 85 % of the sequences, and its mismatch (k3) is 0.3 and 0.5 nats a token.\n\n'
+  'The correction does not always prevent a loss. With 88 tokens, one seed (8) fell from 0.39 to 0.19, and over all seeds it is '
+  'open whether training with the correction ends above the start (second table below).',
 )  # fmt: skip

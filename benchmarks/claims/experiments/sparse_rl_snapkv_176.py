@@ -19,11 +19,12 @@ EXPERIMENT = Experiment(
   shown=(REWARD, MISMATCH, 'sparse/veto_fraction'),
   claims=(
     Claim('Without a correction, training on rollouts of SnapKV (176 tokens) collapses: it ends below the accuracy before '
-          'training.', 'Sparse-RL', 'collapse', (Comparison(BEFORE, 'naive', 0.03),)),
-    Claim('The correction prevents a loss of accuracy (SnapKV, 176 tokens).', 'Sparse-RL', 'no collapse',
-          (Comparison('sparse_rl', 'naive', 0.05),)),
+          'training.', 'Sparse-RL, as summaries report it', 'collapse', (Comparison(BEFORE, 'naive', 0.03),)),
+    Claim('With the correction, training on rollouts of SnapKV (176 tokens) ends higher than without it.', 'Sparse-RL',
+          'no collapse', (Comparison('sparse_rl', 'naive', 0.05),)),
     Claim('With the correction, rollouts of SnapKV train nearly as well as dense ones (176 tokens).',
           'Sparse-RL, as summaries report it', '96 to 97 % of dense', (Comparison('sparse_rl', 'dense', -0.05),)),
   ),
   hours=3.0,
+  unplanned={'Training with the correction, against no training.': Comparison('sparse_rl', BEFORE, 0.0)},
 )  # fmt: skip
