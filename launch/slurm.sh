@@ -59,7 +59,8 @@ srun --kill-on-bad-exit=1 --label bash -c 'SPRL_PROCESS=$SLURM_PROCID exec "$@"'
 # to 360 s early, so 390 s covers it. If a finished run is queued again, it exits at once.
 preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }
 late() { [ -n "${SLURM_JOB_END_TIME:-}" ] && [ $((SLURM_JOB_END_TIME - $(date +%s))) -lt 390 ]; }
-if [ "$status" -eq 0 ] && { late || preempted; }; then
+# 143: SIGTERM came while no step ran, as during an export.
+if { [ "$status" -eq 0 ] || [ "$status" -eq 143 ]; } && { late || preempted; }; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,6 +1,5 @@
 """Shared by the commands: flags, exit statuses, and one-line errors in place of tracebacks for mistakes a user can correct."""
 
-import dataclasses
 import logging
 import os
 import re
@@ -267,7 +266,7 @@ def _config_flags(argv: list[str]) -> Iterator[str]:
 
 
 def _check_name(name: str) -> None:
-  """Raise SettingsError for an unknown setting; ml_collections would print a traceback."""
+  """Raise SettingsError for an unknown setting, of which ml_collections prints a traceback, and for a section as a whole."""
   section, where = to_dict(Run()), 'config'
   for key in name.split('.')[1:]:
     if where in FREE:
@@ -277,6 +276,8 @@ def _check_name(name: str) -> None:
         raise SettingsError(no_such_setting(where, key, section))
       raise SettingsError(f'{where}.{key}: no such setting; {where} is one value')
     section, where = section[key], f'{where}.{key}'
+  if isinstance(section, dict) and where not in FREE:  # a dictionary would reset the settings that it does not name
+    raise SettingsError(f'{where}: expected flags of its settings, such as --{where}.{next(iter(section))}')
 
 
 def _of_wrong_type(name: str, argv: list[str]) -> str | None:
@@ -286,10 +287,7 @@ def _of_wrong_type(name: str, argv: list[str]) -> str | None:
     return None
   if name in FREE:
     return f"{name} = {values[-1]!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"
-  hint = _hint(name)
-  if dataclasses.is_dataclass(hint):
-    return f'{name} = {values[-1]!r}: expected flags of its settings, such as --{name}.{dataclasses.fields(hint)[0].name}'
-  expected = {int: 'a whole number', float: 'a number', bool: 'True or False'}.get(unless_none(hint))
+  expected = {int: 'a whole number', float: 'a number', bool: 'True or False'}.get(unless_none(_hint(name)))
   return expected and f'{name} = {values[-1]!r}: expected {expected}'
 
 

@@ -80,7 +80,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
       raise SettingsError(f'{where} = {value!r}: expected a dictionary')
     if args[1] is Any:
-      return dict(value)
+      return _of_json(value, where)
     return {str(key): coerce(args[1], each, f'{where}.{key}') for key, each in value.items()}
   if isinstance(value, np.integer | np.floating):
     value = value.item()
@@ -89,6 +89,21 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
   if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
     raise SettingsError(f'{where} = {value!r}: expected {hint.__name__}, got {type(value).__name__}')
   return value
+
+
+def _of_json(value: Any, where: str) -> Any:
+  """Return a value with numbers of Python in place of NumPy's. Raises SettingsError for what config.json cannot hold."""
+  match value:
+    case None | bool() | int() | float() | str():
+      return value
+    case np.generic():
+      return _of_json(value.item(), where)
+    case Mapping():
+      return {key: _of_json(each, f'{where}.{key}') for key, each in value.items()}
+    case list() | tuple():
+      found = [_of_json(each, f'{where}[{i}]') for i, each in enumerate(value)]
+      return found if isinstance(value, list) else tuple(found)
+  raise SettingsError(f'{where} = {value!r}: expected a text, a number, a list or a dictionary, got {type(value).__name__}')
 
 
 def _element(hint: Any) -> str:

@@ -36,6 +36,7 @@ from sprl.config import PLACES, HeldOutSet, Run, SettingsError, Task, as_config,
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, located, read_located
+from sprl.io.files import local_folder
 from sprl.io.starts import began
 from sprl.other_data import graded_by, with_data
 
@@ -63,8 +64,14 @@ def define_config(argv: list[str]) -> None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
     config_flags.DEFINE_config_file('config')
     return
-  defaults = default_config() if _WORKDIR.value is None else as_config(resolve(read_located(_WORKDIR.value)))
+  workdir = _workdir()
+  defaults = default_config() if workdir is None else as_config(resolve(read_located(workdir)))
   config_flags.DEFINE_config_dict('config', defaults)
+
+
+def _workdir() -> Path | None:
+  """Return the work directory of the run to evaluate; None with --model."""
+  return None if _WORKDIR.value is None else local_folder('--workdir', _WORKDIR.value)
 
 
 def _names_config(argv: Sequence[str]) -> bool:
@@ -107,17 +114,18 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
+  workdir = _workdir()
   if _DATA.value is not None:
     found = with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags(), config.eval.sets.to_dict())
-    for remark in found if _WORKDIR.value is not None or _names_config(sys.argv) else ():
+    for remark in found if workdir is not None or _names_config(sys.argv) else ():
       logging.getLogger('sprl').warning(remark)
   elif _SPLIT.value is not None:
     raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
-  if _MODEL.value is None:
-    saved = to_dict(resolve(read_located(_WORKDIR.value or '')))
+  if workdir is not None:
+    saved = to_dict(resolve(read_located(workdir)))
     run = overridden(saved, resolve(config, command_line.settings_of_flags()), other_data=_DATA.value is not None)
   else:
-    command_line.use_model(config, _MODEL.value)
+    command_line.use_model(config, _MODEL.value or '')
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.io.checkpoint import step_named
@@ -128,18 +136,18 @@ def main() -> int:
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 
   require_single_process('sprl.evaluate')
-  named = step_named(Path(_WORKDIR.value or '') / 'checkpoints', _STEP.value)
+  named = step_named((workdir or Path()) / 'checkpoints', _STEP.value)
   run, model = open_here(run, command_line.settings_of_flags())
-  model = model if _WORKDIR.value is None else model.at(began(_WORKDIR.value))
+  model = model if workdir is None else model.at(began(workdir))
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
     check_evaluation_fits(run, model, held_out)
     facts: dict[str, Any]
-    if _WORKDIR.value is None:
+    if workdir is None:
       params, scales, who, facts = model.load(model.dtype), None, run.model.path, {'model': run.model.path}
     else:
-      params, step, scales = restore(model, run, Path(_WORKDIR.value), named)
-      who, facts = f'{_WORKDIR.value}, step {step}', {'workdir': _WORKDIR.value, 'step': step}
+      params, step, scales = restore(model, run, workdir, named)
+      who, facts = f'{workdir}, step {step}', {'workdir': str(workdir), 'step': step}
     start = time.perf_counter()
     result = evaluate(run, model, params, held_out, shown=3, scales=scales)
     seconds = time.perf_counter() - start

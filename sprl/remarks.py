@@ -16,6 +16,9 @@ from sprl.kernels.platform import can_run
 from sprl.presets import sources
 from sprl.sampler.weights import multiplies_codes
 
+# Optimisers that read the settings of moments, and those that decay weights.
+ADAPTIVE, DECAYING = ('adamw', 'adam', 'lion'), ('adamw', 'lion', 'adafactor')
+
 
 def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int) -> list[str]:
   """Return warnings about settings that have no effect, and a cache or number format that will not do what its settings suggest.
@@ -33,6 +36,11 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
     found.append(
       f'config.optimizer.warmup_steps = {run.optimizer.warmup_steps}: the run has {updates} updates, so it ends before the '
       'learning rate reaches config.optimizer.learning_rate'
+    )
+  if run.rollout.equal_groups != 'train' and not run.advantage.within_groups:
+    found.append(
+      f'config.rollout.equal_groups = {run.rollout.equal_groups!r} leaves out groups of which config.advantage.estimator = '
+      f'{run.advantage.estimator!r} learns'
     )
   if layout.positions > max_positions:
     found.append(
@@ -75,6 +83,10 @@ def _unread(run: Run) -> Iterator[tuple[str, str, str]]:
           yield key, 'nothing is evicted', 'cache.budget'
       elif dataclasses.is_dataclass(getattr(settings, variant)) and variant != chosen:
         yield key, f'only {variant!r} reads it', f'{section}.{choice}'
+  name = run.optimizer.name
+  for key, readers in (('b1', ADAPTIVE), ('b2', ADAPTIVE), ('moment_dtype', ADAPTIVE), ('weight_decay', DECAYING)):
+    if name not in readers:
+      yield f'optimizer.{key}', f'{name} does not read it', 'optimizer.name'
   if run.correction.weight == 'truncate':
     yield 'correction.floor', 'weights have no lower bound', 'correction.weight'
 

@@ -23,10 +23,11 @@ _OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html
 def main() -> int:
   """Run the command and return its exit status."""
   given, out = _WORKDIR.value or '', _OUT.value
-  if Path(given).exists() or not set(given) & set(',*'):
+  out = Path(out).expanduser() if out else None
+  if Path(given).expanduser().exists() or not set(given) & set(',*'):
     from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
-    print(write_report(local_folder('--workdir', given), Path(out) if out else None))
+    print(write_report(local_folder('--workdir', given), out))
     return 0
   from sprl.io.arm_scores import score_rows
   from sprl.io.arms import arms_of, matching, read_runs
@@ -35,7 +36,7 @@ def main() -> int:
   arms = arms_of(read_runs([path for name in given.split(',') for path in matching('--workdir', name)], '--workdir'))
   rows = score_rows(arms)
   print(score_text(rows))
-  print(write_comparison(arms, rows, Path(out or 'comparison.html')))
+  print(write_comparison(arms, rows, out or Path('comparison.html')))
   return 0
 
 

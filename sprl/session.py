@@ -228,9 +228,12 @@ class Session:
     if completed and not state.after:  # a signal ended it, or the last checkpoint was saved when more steps were to come
       state.after = state.before if state.step == 0 else {} if self.stopped() else self.evaluate()
       completed = bool(state.after)
-    self.save()
-    if not completed:
-      log.warning('%s: saved after step %d of %d; the same command resumes', self.stopped(), state.step, self.run.steps)
+    if state.step or state.before:
+      self.save()
+      if not completed:
+        log.warning('%s: saved after step %d of %d; the same command resumes', self.stopped(), state.step, self.run.steps)
+    else:  # a checkpoint of the first weights would only fix the settings
+      log.warning('%s: ended before the first evaluation; nothing is saved, the same command begins again', self.stopped())
     return Finished(state.step, completed, self.model, self.learner.state.params, state.base, state.before, state.after)
 
   # --- what the hooks call ---------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from sprl.io.progress import Progress
 from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
-from sprl.io.starts import PLAIN, Origin, Start, add_start, began, read_starts
+from sprl.io.starts import PLAIN, Origin, Start, add_start, began, correct_start, read_starts
 from sprl.io.trackers import Tracker, check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
@@ -184,8 +184,10 @@ def setup(
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
   if changes := differences(state.before, {'how': eval_set.how(run)}):
     log.warning('evaluations do not compare with those of earlier starts of this run: %s', '; '.join(changes))
-  if team.leads and done == run.steps and state.before and state.after:
-    log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, done)
+  if team.leads and state.step < done:  # the newest checkpoint is damaged
+    correct_start(workdir, state.step)
+  if team.leads and state.step == run.steps and state.before and state.after:
+    log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, state.step)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.prefill))

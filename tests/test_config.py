@@ -8,6 +8,8 @@ import json
 import sys
 import tokenize
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from sprl import config as settings
 from sprl.command_line import FREE
 from sprl.config import Arm, Run, Sampling, SettingsError, as_config, default_config, to_dict
 from sprl.config_checks import RANGES, device_numbers, within
-from sprl.config_reader import resolve
+from sprl.config_reader import coerce, resolve
 from sprl.foreign import split_reference
 from sprl.presets import ARMS
 from sprl.rollout.setup import problem_sources
@@ -289,6 +291,13 @@ def test_numbers_of_numpy_become_numbers_of_python():
 )
 def test_a_wrong_type_is_refused(key, value, expected):
   assert refuses(key, value, **{key.replace('.', '__'): value}).startswith(expected)
+
+
+def test_free_settings_hold_what_json_can_hold():
+  numbers = coerce(Mapping[str, typing.Any], {'terms': np.int64(4), 'more': [{'x': np.float32(0.5)}]}, 'config.task.args')
+  assert json.dumps(numbers) == '{"terms": 4, "more": [{"x": 0.5}]}'
+  with pytest.raises(SettingsError, match=r'config\.task\.args\.more\[0\]\.x = .*: expected a text, a number, .*, got PosixPath'):
+    accepts(task__args={'more': [{'x': Path('a')}]})
 
 
 @pytest.mark.parametrize(

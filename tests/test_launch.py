@@ -74,6 +74,12 @@ def test_a_job_that_ends_within_its_grace_time_is_requeued(tmp_path, preempted, 
   assert ('scontrol requeue 123456' in log, status) == (requeued, 0)
 
 
+@pytest.mark.parametrize(('end', 'requeued'), [('1000', True), ('99999999999', False)])
+def test_a_job_that_the_signal_ends_between_steps_is_requeued(tmp_path, end, requeued):
+  log, status = slurm(tmp_path, end=end, status=143)
+  assert ('scontrol requeue 123456' in log, status) == (requeued, 143)
+
+
 def test_a_failed_job_is_not_requeued(tmp_path):
   log, status = slurm(tmp_path, end='1000', status=3)
   assert (len(log), status) == (2, 3)

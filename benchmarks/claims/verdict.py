@@ -44,7 +44,7 @@ def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[
 
   It is not decided if what it takes as given (`Claim.given`) does not hold.
   """
-  rows = [{'claim': '', 'verdict': ''} | measured(each, experiment, records) for each in claim.comparisons]
+  rows: list[dict[str, Any]] = [{'claim': '', 'verdict': ''} | measured(each, experiment, records) for each in claim.comparisons]
   given = claim.given is None or measured(claim.given, experiment, records)['verdict of the comparison'] == 'holds'
   of_claim = together([row['verdict of the comparison'] for row in rows]) if given else 'cannot tell'
   rows[0] |= {'claim': claim.statement, 'verdict': of_claim}

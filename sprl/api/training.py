@@ -21,6 +21,7 @@ from sprl.config import Run, SettingsError, to_dict
 from sprl.config_checks import names_of_problems
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
+from sprl.io.files import local_folder
 from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
 from sprl.io.plots import run_figure, timeline_figure
 from sprl.io.trackers import Tracker
@@ -87,7 +88,7 @@ def fit(
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
   run = resolved(merged(whole, of_inputs))
   inputs = with_held_out(inputs, run)
-  folder = new_folder() if workdir is None else Path(workdir).absolute()
+  folder = new_folder() if workdir is None else local_folder('workdir', workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   base = load_base(finished.model, finished.base, run.model.path)
   model = LoadedModel(as_rows(whole, run.task.kind), finished.model, finished.params, base, finished.step)

@@ -83,7 +83,7 @@ def matching(setting: str, name: str) -> list[Path]:
   """
   if '*' not in name:
     return [files.local_folder(setting, name)]
-  pattern = escape(name).replace('[*]', '*')  # only `*` has a meaning
+  pattern = escape(os.path.expanduser(name)).replace('[*]', '*')  # only `*` has a meaning
   found = [Path(path) for path in sorted(glob(pattern)) if (Path(path) / 'config.json').exists()]
   if not found:
     raise SettingsError(f'{setting} = {name!r}: expected a name that matches the folder of a run; it matches none')
@@ -112,8 +112,10 @@ def inputs_of(workdir: Path) -> dict[str, str]:
   """Return the checksums that the last start of a run recorded: of a user's functions, and of rows that are in no file."""
   last = (read_starts(workdir)['starts'] or [{}])[-1]
   rows = {'rows': last['rows']} if last.get('rows') else {}
+  folder = last.get('folder', '')
   files_of = {
-    name: os.path.join(last.get('folder', ''), name) if split_reference(name) else name for name in last.get('graders', {})
+    name: os.path.abspath(os.path.join(folder, os.path.expanduser(name))) if split_reference(name) else name
+    for name in last.get('graders', {})
   }
   return {f'source of {files_of[name]}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
 

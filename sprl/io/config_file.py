@@ -44,10 +44,12 @@ def check_config(
     may_change: keys or sections that may differ in a resumed run, such as `steps` or `log`; None: all.
     defaults: the previous value of settings that the previous config.json lacks because they are newer.
 
-  Raises SettingsError, which names them, if other settings differ.
+  Raises SettingsError, which names them, if other settings differ, or if config.json is not that of a run, but of a model.
   """
-  path = Path(workdir) / _CONFIG
-  differences = config_differences(read_located(workdir), located(config), defaults or {}) if path.exists() else []
+  old = read_located(workdir) if (Path(workdir) / _CONFIG).exists() else None
+  if old is not None and ('model_type' in old or not old.keys() & config.keys()):
+    raise SettingsError(f'--workdir={workdir}: its config.json is not that of a run; expected a folder without one, or a run')
+  differences = [] if old is None else config_differences(old, located(config), defaults or {})
   allowed = tuple(f'{key}{end}' for key in may_change or () for end in (':', '.'))
   refused = [] if may_change is None else [difference for difference in differences if not difference.startswith(allowed)]
   if refused:

@@ -3,14 +3,14 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sprl.config import SettingsError
 
 
 def local_folder(name: str, path: str | os.PathLike) -> Path:
-  """Return `path` as a Path. Raises SettingsError, which begins with the flag or setting `name`, if it is an address `scheme://`.
+  """Return `path` as a Path, `~` as the home folder. Raises SettingsError, which begins with `name`, if it is an address `scheme://`.
 
   A run locks its work directory, appends to files and renames folders. Object stores have none of these operations.
   """
@@ -20,9 +20,10 @@ def local_folder(name: str, path: str | os.PathLike) -> Path:
       f'{name}={text}: expected a folder of this machine or of a mounted file system, not an address ({found[1]}://). Object '
       'stores have no locks and no renames; copy finished runs there, for example with gsutil, aws s3 or rclone'
     )
-  if Path(text).exists() and not Path(text).is_dir():
+  folder = Path(text).expanduser()
+  if folder.exists() and not folder.is_dir():
     raise SettingsError(f'{name}={text}: expected a folder, got a file')
-  return Path(text)
+  return folder
 
 
 @contextmanager
@@ -39,11 +40,16 @@ def naming(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
   """Replace the file `path` by one that holds `text` (UTF-8). The file is on disk when the function returns."""
   draft = path.with_name(path.name + '.tmp')
-  with naming(path), open(draft, 'w', encoding='utf-8', newline='\n') as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  rename(draft, path)
+  try:
+    with open(draft, 'w', encoding='utf-8', newline='\n') as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    rename(draft, path)
+  except OSError as error:
+    with suppress(OSError):
+      draft.unlink()
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def rename(old: Path, new: Path) -> None:

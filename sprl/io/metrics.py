@@ -59,7 +59,10 @@ class RunLog:
     (self._workdir / _SAMPLES).mkdir(parents=True, exist_ok=True)
     last = -1 if resume_step is None else resume_step
     path = self._workdir / _METRICS
-    kept = [(line, record) for line, record in _lines(path) if record['step'] <= last]
+    found = _lines(path)
+    if any('step' not in record or 'kind' not in record for _, record in found):
+      raise LogError(f'{path}: not the log of a run; expected a --workdir without one')
+    kept = [(line, record) for line, record in found if record['step'] <= last]
     if (lost := last - sum(record['kind'] == 'train' for _, record in kept)) > 0:
       _log.warning('%s: damaged; the lines of %d of %d steps are missing. The weights are not affected', path, lost, last)
     files.write_text(path, ''.join(line + '\n' for line, _ in kept))

@@ -118,7 +118,7 @@ METRICS: dict[str, str] = {
   'policy/random_weights': '1: the run began with random weights (`config.model.path=random:...`). Absent in all other runs.',
   'tokens/sampled': (
     'Tokens that the model wrote for the steps so far, with those of dropped samples (`async/dropped_tokens`) and those of '
-    'agents that are not trained (`agent/tokens_dropped`).'
+    'agents that are not trained (`agent/tokens_dropped`). Not those of attempts that failed and were repeated.'
   ),
   'tokens/trained': 'Tokens that the model wrote and the updates so far saw. Several epochs count a token once.',
   # --- mismatch: the two policies ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class RunState:
   apart: int = 0  # consecutive steps in which sampler and learner were different policies (guards/stop.py)
   before: dict[str, Any] = field(default_factory=dict)  # held-out evaluation before the first update: metrics and samples
   after: dict[str, Any] = field(default_factory=dict)  # held-out evaluation after `step`; empty if there was none
-  tokens_sampled: int = 0  # that the sampler drew for all steps, used or not
+  tokens_sampled: int = 0  # that the sampler drew for all steps, used or not; without those of repeated attempts
   tokens_trained: int = 0  # that the model wrote and an update saw
   prompts: dict[str, Any] = field(default_factory=dict)  # state of the stream of problems (RolloutSetup.state)
   scheduler: dict[str, Any] | None = None  # groups in flight (Scheduler.state); None before the first step

@@ -48,7 +48,7 @@ def parse_source(text: str) -> tuple[Path, int | Literal['best'] | None]:
   name, colon, step = text.rpartition(':')
   if folder.is_dir() or not (colon and name and (step.isdecimal() or step == 'best')):
     return folder.absolute(), None
-  return Path(name).absolute(), 'best' if step == 'best' else int(step)
+  return Path(name).expanduser().absolute(), 'best' if step == 'best' else int(step)
 
 
 def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
@@ -84,9 +84,18 @@ def last_folder(workdir: str | os.PathLike) -> str:
 
 def add_start(workdir: str | os.PathLike, origin: Origin | None, time: str, facts: Mapping[str, Any]) -> None:
   """Append a start of the run to starts.json. `time` is that of `began`. `facts` are the step, the command and others."""
-  starts = [*read_starts(workdir)['starts'], dict(facts)]
   source = (
     None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step} | ({'best': True} if origin.best else {})
   )
-  content = {'from': source, 'began': time, 'starts': starts}
+  _write(workdir, {'from': source, 'began': time, 'starts': [*read_starts(workdir)['starts'], dict(facts)]})
+
+
+def correct_start(workdir: str | os.PathLike, step: int) -> None:
+  """Replace the step of the last start: it began at another checkpoint than the newest one."""
+  content = read_starts(workdir)
+  *earlier, last = content['starts']
+  _write(workdir, {**content, 'starts': [*earlier, {**last, 'step': step}]})
+
+
+def _write(workdir: str | os.PathLike, content: Mapping[str, Any]) -> None:
   files.write_text(Path(workdir) / _STARTS, json.dumps(content, indent=2) + '\n')

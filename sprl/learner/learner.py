@@ -222,16 +222,16 @@ def minibatches(trajectories: Sequence[Trajectory], run: Run, sizes: Shape) -> l
 def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
   """Return the advantage of each trajectory; NaN leaves it out of the update.
 
-  Left out are trajectories without a known reward, and members of groups that rollout.equal_groups skips.
+  Left out are trajectories without a known reward, and members of groups that rollout.equal_groups skips. The rewards of the
+  latter count in the mean of a batch.
   Penalties for overlong answers count in the advantage, not in the reward, so that they do not make rewards of a group differ.
   Members of a group of equal rewards still have advantages by their penalties, unless rollout.equal_groups removes the group.
   """
   reward = np.array([t.reward for t in trajectories], np.float32)
   group = np.array([t.group for t in trajectories], np.int32)
-  valid = np.array([t.reward_known for t in trajectories], bool)
-  if run.rollout.equal_groups == 'skip':
-    valid &= ~equal_groups(reward, group, valid)
-  return np.where(valid, advantages(reward - overlong(trajectories, run), group, valid, run.advantage), np.nan)
+  known = np.array([t.reward_known for t in trajectories], bool)
+  trained = known & ~equal_groups(reward, group, known) if run.rollout.equal_groups == 'skip' else known
+  return np.where(trained, advantages(reward - overlong(trajectories, run), group, known, run.advantage), np.nan)
 
 
 def overlong(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:

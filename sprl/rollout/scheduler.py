@@ -113,7 +113,7 @@ class Scheduler:
     self._tally.recent.waited += self.now() - start
     groups = [self._groups.pop(number) for number in numbers]
     self.window.consume(numbers)
-    for number in self.window.surplus():
+    for number in list(self._groups) if self._over else self.window.surplus():
       self._drop(number, 'surplus')
     self.counts['consumed'] += len(groups)
     finished = [group.finished(self.settings.group) for group in groups]
@@ -234,8 +234,14 @@ class Scheduler:
           opening += member.ticket is not None
     return started
 
+  @property
+  def _over(self) -> bool:
+    """Whether the run has all the groups that it needs."""
+    return self._needed is not None and self.window.consumed >= self._needed
+
   def _may_start(self) -> bool:
-    enough = self._needed is not None and self.window.started - self.window.refunded >= self._needed + self.window.extra
+    extra = self.window.extra if self.window.gathering and not self._over else 0
+    enough = self._needed is not None and self.window.started - self.window.refunded >= self._needed + extra
     return not self._draining and not self._hopeless and not enough and self.window.may_start()
 
   def _collect(self, engines: Sequence[int]) -> int:

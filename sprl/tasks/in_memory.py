@@ -13,6 +13,7 @@ from typing import Any
 from sprl.config import SettingsError, Task
 from sprl.tasks import jsonl
 from sprl.tasks.problems import Problems, digest
+from sprl.tasks.tables import check_text, plain
 
 Row = Mapping[str, Any]
 
@@ -41,6 +42,10 @@ def _checked(where: str, row: Any, chat: bool) -> dict[str, Any]:
   if not isinstance(row, Mapping):
     raise SettingsError(f'{where} = {row!r:.200}: expected a dictionary with `prompt` or `messages`')
   line = dict(row)
+  try:
+    check_text(plain(line))
+  except ValueError as error:
+    raise SettingsError(f'{where}: no text in UTF-8: {error}') from error
   if isinstance(line.get('prompt'), list):
     line['messages'] = line.pop('prompt')
   return {**jsonl.problem(where, line, chat, default=''), 'row': dict(row)}

@@ -113,13 +113,13 @@ def _array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not isinstance(row, dict):
       raise SettingsError(f'{path}:{i}: expected a JSON object, got {type(row).__name__}')
     try:
-      _check_text(row)
+      check_text(row)
     except ValueError as error:
       raise SettingsError(f'{path}:{i}: not JSON in UTF-8: {error}') from error
     yield i, row
 
 
-def _check_text(row: Any) -> None:
+def check_text(row: Any) -> None:
   """Raise ValueError for half a surrogate pair, which is valid JSON, but which UTF-8 cannot encode."""
   json.dumps(row, ensure_ascii=False).encode()
 
@@ -136,7 +136,7 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
       try:
         value = json.loads(line.decode('utf-8-sig'))
         if b'\\u' in line:
-          _check_text(value)
+          check_text(value)
       except (ValueError, RecursionError) as error:
         raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
       if not isinstance(value, dict):

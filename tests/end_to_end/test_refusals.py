@@ -25,6 +25,7 @@ from sprl.io.huggingface import WeightsError
 from sprl.io.metrics import LogError, read_metrics
 from sprl.io.pretrained import PretrainedError
 from sprl.io.run_folder import exclusive
+from sprl.io.starts import parse_source
 from sprl.io.tokenizer import TokenizerError
 from sprl.kernels import support
 from sprl.models.config import ConfigError
@@ -47,7 +48,6 @@ def inputs(tmp_path_factory) -> Path:
     ('--config.steps=1e3', "config.steps = '1e3': expected a whole number"),
     ('--config.optimizer.learning_rate=fast', "config.optimizer.learning_rate = 'fast': expected a number"),
     ('--config.export=maybe', "config.export = 'maybe': expected True or False"),
-    ('--config.optimizer=adamw', "config.optimizer = 'adamw': expected flags of its settings, such as --config.optimizer.name"),
     ('--config.task.args={bad}', "config.task.args = '{bad}': expected a dictionary"),
     ('--config.task.args.terms=x', None),
     ('--config.task.mixture.easy.weight=heavy', None),
@@ -69,12 +69,22 @@ def test_a_missing_config_file_is_named_with_the_shipped_ones(tmp_path):
     local_folder('--workdir', __file__)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert local_folder('--workdir', '~/runs/x') == tmp_path / 'runs' / 'x'
+  assert parse_source('~/runs/x:3') == (tmp_path / 'runs' / 'x', 3)
+
+
 # --- flags: refused before jax is loaded; each test starts a process -------------------------------------------------
 
 
 @pytest.mark.parametrize(
   ('flag', 'said'),
   [
+    (
+      "--config.optimizer={'learning_rate': 1e-3}",
+      'config.optimizer: expected flags of its settings, such as --config.optimizer.',
+    ),
     ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, equal_groups'),
     ('--config.steps=many', "config.steps = 'many': expected a whole number"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'ppo', 'gspo'"),
@@ -479,6 +489,11 @@ def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
     ({'loss__tis__low': 0.5, 'loss__topr__level': 'sequence'}, {'loss.tis.low', 'loss.topr.level'}),
     ({'loss__variant': 'tis', 'loss__tis__low': 0.5, 'correction__mode': 'bypass', 'correction__level': None}, set()),
     ({'cache__gkv__decay': 0.5, 'cache__rkv__mix': 0.5}, {'cache.gkv.decay'}),
+    (
+      {'optimizer__name': 'sgd', 'optimizer__b1': 0.5, 'optimizer__weight_decay': 0.3},
+      {'optimizer.b1', 'optimizer.weight_decay'},
+    ),
+    ({'optimizer__name': 'lion', 'optimizer__b1': 0.5, 'optimizer__weight_decay': 0.3}, set()),
     ({'correction__floor': 0.1}, {'correction.floor'}),
     ({'correction__floor': 0.1, 'correction__weight': 'clip'}, set()),
     (
@@ -496,6 +511,13 @@ def test_settings_of_what_is_not_selected_are_remarked(inputs, changes, expected
   said = [remark for remark in remarks(run, layout, 'reference', 512) if 'has no effect' in remark]
   assert {remark.split(' = ')[0].removeprefix('config.') for remark in said} == expected
   assert len(said) == len(expected)
+
+
+@pytest.mark.parametrize(('estimator', 'remarked'), [('reinforce', True), ('grpo', False)])
+def test_groups_that_are_left_out_though_they_teach_are_remarked(inputs, estimator, remarked):
+  run = run_with(inputs, arm=None, rollout__equal_groups='skip', advantage__estimator=estimator)
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  assert any('leaves out groups' in remark for remark in remarks(run, layout, 'reference', 512)) == remarked
 
 
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):

@@ -15,6 +15,7 @@ import tiny
 from sprl.io.metrics import read_metrics
 from sprl.io.metrics_reference import undocumented
 from sprl.io.run_folder import exclusive
+from sprl.io.starts import read_starts
 
 STEPS = 3
 SMALL = (
@@ -134,8 +135,8 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
 
   # A signal during the first evaluation, which is repeated.
   status, err = interrupt(started(), signal.SIGTERM, (workdir / 'metrics.jsonl').exists)
-  assert (status, 'SIGTERM: saved after step 0 of 6' in err) == (0, True), err
-  assert logged(workdir, 'eval') == 0
+  assert (status, 'SIGTERM: ended before the first evaluation; nothing is saved' in err) == (0, True), err
+  assert (logged(workdir, 'eval'), checkpoint(workdir, 0).exists()) == (0, False)
 
   # Killed while a checkpoint is being written.
   draft = workdir / 'checkpoints' / 'tmp-step_000002'
@@ -157,6 +158,8 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
   status, out, err = train(inputs, workdir)
   assert status == 0, err
   assert f'damaged checkpoint {newest}' in err
+  steps = [start['step'] for start in read_starts(workdir)['starts']]
+  assert steps[-1] < int(newest.name.removeprefix('step_')), steps
   assert_same(workdir, uninterrupted, **SIX_STEPS)
 
   # A complete run only reports again, and exports.

@@ -146,7 +146,7 @@ def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
 
 
 def test_the_folder_of_a_start_names_the_file_of_a_reward(tmp_path):
-  given = [{'r.py:right': '1'}, {'/x/r.py:right': '1'}]
+  given = [{'r.py:right': '1'}, {'/x/r.py:right': '1'}, {'../x/./r.py:right': '1'}]
   (arm,) = compared(*(write_run(tmp_path / f'a-{seed}', [0.0], seed, graders=each) for seed, each in enumerate(given)))
   assert arm.runs[0].inputs == {'source of /x/r.py:right': 'checksum 1'}
 

@@ -64,6 +64,14 @@ def test_a_damaged_file_is_named(tmp_path, text, said):
       use(tmp_path)
 
 
+@pytest.mark.parametrize('model', [{'model_type': 'llama', 'seed': 1}, {'hidden_size': 64}])
+def test_the_config_of_a_model_is_not_replaced(tmp_path, model):
+  (tmp_path / 'config.json').write_text(json.dumps(model))
+  with pytest.raises(SettingsError, match=r'its config\.json is not that of a run'):
+    write_config(tmp_path, {'seed': 1}, may_change=None)
+  assert json.loads((tmp_path / 'config.json').read_text()) == model
+
+
 def test_a_folder_without_config_json_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r'config\.json'):
     read_config(tmp_path)

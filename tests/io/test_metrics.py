@@ -175,6 +175,23 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
   with pytest.raises(OSError, match=r'No space left on device: .*file'):
     files.write_text(path, 'new')
   assert path.read_text() == 'old'
+  assert [found.name for found in tmp_path.iterdir()] == ['file']
+
+
+def test_a_write_that_fails_names_the_file_and_not_its_draft(tmp_path):
+  with pytest.raises(OSError, match=r"'[^']*/missing/file'$"):
+    files.write_text(tmp_path / 'missing' / 'file', 'new')
+  (tmp_path / 'folder').mkdir()
+  with pytest.raises(OSError, match=r"'[^']*/folder'$"):
+    files.write_text(tmp_path / 'folder', 'new')
+  assert [found.name for found in tmp_path.iterdir()] == ['folder']
+
+
+def test_the_log_of_another_program_is_not_replaced(open_log, tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"loss": 1}\n')
+  with pytest.raises(LogError, match='not the log of a run'):
+    open_log(tmp_path, None)
+  assert (tmp_path / 'metrics.jsonl').read_text() == '{"loss": 1}\n'
 
 
 def test_a_line_that_does_not_fit_on_the_disk_names_the_log(open_log, tmp_path, monkeypatch):

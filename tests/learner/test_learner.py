@@ -139,6 +139,12 @@ def test_filtered_groups_have_advantage_nan():
   np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
 
 
+def test_skipped_groups_count_in_the_mean_of_the_batch():
+  run = dataclasses.replace(RUN, advantage=Advantage('reinforce_baseline'))
+  found = batch_advantages(rollouts((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)), run)
+  np.testing.assert_array_equal(found, [np.nan] * 6 + [-0.875, 0.125])
+
+
 def test_a_sample_whose_grader_failed_enters_no_mean_and_does_not_train():
   made = small.rollouts([(2, 4, 3)] * 4, [3] * 4)
   rewards = (-3.0, 0.0, -1.0, -2.0, 0.0, -2.0, -1.0, -1.0, -1.0, -1.0, -3.0, -2.0)

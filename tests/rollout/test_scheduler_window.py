@@ -170,3 +170,13 @@ def test_no_more_groups_start_than_the_run_needs():
     world.step()
   assert world.scheduler.counts['started'] == 20
   assert world.scheduler.idle
+
+
+def test_redundant_groups_end_with_the_last_batch():
+  settings = Rollout(prompts=4, group=2, async_ratio=1.0, order='completion', extra_prompts=3)
+  world = World(settings, steps=5, capacity=64)
+  for _ in range(5):
+    world.step()
+  counts = world.scheduler.counts
+  assert (counts['consumed'], counts['started'] - counts['surplus']) == (20, 20)
+  assert world.scheduler.idle

@@ -26,6 +26,7 @@ def test_rows_become_problems_with_all_their_columns():
     ([{'question': 'a'}], r'rows\[0\]: expected either `prompt` or `messages`, got the keys question$'),
     ([{'prompt': 'a', 'answer': [1]}], r'rows\[0\]: answer = \[1\]'),
     ([{'messages': [{'role': 'user'}]}], r'rows\[0\]: messages\[0\]'),
+    ([{'prompt': 'a', 'answer': '\ud800'}], r'rows\[0\]: no text in UTF-8'),
   ],
 )
 def test_a_malformed_row_is_named(rows, said):
