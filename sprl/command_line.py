@@ -162,7 +162,7 @@ def _raised_by_config_file(argv: list[str], error: Exception) -> str:
     print(''.join(called), end='', file=sys.stderr)
     return _of_config_file(file, frames[inside[-1]].lineno, f'{type(error).__name__}: {error}')
   if found := re.search(r'(\w+) cannot be overridden', str(error)):  # in a flag; ml_collections raises it
-    return f'{found[1]!r} is no key of a dictionary of settings: expected another name, which ml_collections does not use itself'
+    return f'{found[1]!r} cannot be a key of a dictionary of settings, because ml_collections uses it: expected another name'
   if isinstance(error, AttributeError) and error.name == 'get_config':
     return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
   for frame, _ in traceback.walk_tb(error.__traceback__):  # ml_collections looks up the keys of the flags

@@ -422,7 +422,7 @@ def test_seeds_with_arms_of_several_commits_are_named():
   found = records(0.2)
   assert page.versions(found) == ', at 2 commits of sprl'
   found['b'][2]['commit'] = 'def'
-  assert page.versions(found) == ', at 3 commits of sprl (arms of seed 2 at different ones)'
+  assert page.versions(found) == ', at 3 commits of sprl (of seed 2 different arms ran at different commits)'
   assert page.versions({'a': {1: found['a'][1]}}) == ''
 
 

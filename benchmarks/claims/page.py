@@ -53,16 +53,15 @@ sample, so most of every gain is probably a sharper distribution ([limits](limit
   sequences are rejected, but at random. `learner_mask`: no correction, but the learner sees only the tokens that the sampler
   saw. `sparse_rl_code`: the formulas of the released code. R-KV and SnapKV choose which tokens a cache of `cache.budget` tokens
   keeps.
-* `w8a8`: FP8 linears. `kv8`: an FP8 cache. `both`: both of them. `full`: neither. `frozen`: the scales of the FP8 cache stay as
-  they were before the first update. `end_to_end`: the learner's linears are FP8 too.
+* `w8a8`: FP8 linears. `kv8`: an FP8 cache. `both`: both of them (in `environments`: `ahead` and `redundant`). `full`: neither.
+  `frozen`: the scales of the FP8 cache stay as they were before the first update. `end_to_end`: FP8 linears in the learner too.
 * `tis`: token-level [truncated weights](methods/losses.md). `mis`: tokens whose weight is not in 0.5 to 2 are left out. `alone`:
-  neither. R2 and R3 [replay](methods/fp8.md) the experts of the old policy, or
-  of the sampler.
+  neither. R2 and R3 [replay](methods/fp8.md) the experts of the old policy, or of the sampler.
 * `sparse/accounting_saving`: share of attended tokens that eviction saves. `sparse/bytes_saving`: share of the cache's bytes.
   `sparse/agreement_p05`: the fifth percentile of the agreement, which is the smaller one of r and 1 / r. `ledger/CAUSE_abs`:
   mean absolute part of a [cause](methods/ledger.md) in the mismatch, in nats per token. `fp8/kv_saturation`: share of keys and
   values beyond the range of the FP8 cache.
-* `async/age_mean`: how many updates old samples are when they train. `async/dropped_tokens`: tokens of a step that redundant
+* `async/age_mean`: mean age of the samples when they train, in steps. `async/dropped_tokens`: tokens of a step that redundant
   samples had drawn and no update used. `async/dropped_reward_bias`: mean reward of the used samples minus that of all.
   `time/rollout`: seconds of a step until its samples are complete.
 * A claim in seconds compares logarithms: a difference of 0.41 is a factor of 1.5.
@@ -108,10 +107,11 @@ Likely reasons for the claims that do not hold:
 
 `python benchmarks/cluster_simulation.py --save`; [result](../benchmarks/results/cluster_simulation.json).
 """
-OVERVIEW = """A claim about five budgets counts five times. *Other claims* are those of no paper, and that training improves a
-policy at all (`all three papers`).
+OVERVIEW = """A claim of a paper is confirmed if the result is on the paper's side of our threshold. The published size may not be
+reached. A claim about five budgets counts five times. *Other claims*: claims that no paper makes, and the check that training
+improves the policy (`all three papers`).
 
-| Experiment | Of papers: as published | not as published | cannot tell | Other claims: hold | Runs |
+| Experiment | Claims of papers: confirmed | not confirmed | cannot tell | Other claims: hold | Runs |
 |---|---|---|---|---|---|"""
 UNPLANNED = '\nNot planned, and therefore without a verdict:\n\n| Comparison | Difference | Found |\n|---|---|---|'
 TABLE = '| Claim | Paper | Needs | Found | Verdict |\n|---|---|---|---|---|'
@@ -149,7 +149,7 @@ def summary(experiment: Experiment, records: Records) -> str:
   """Return the line of an experiment in the overview: how many claims have each verdict, and how many runs there are.
 
   Other claims are those of no paper, and that training improves a policy at all. A claim that does not hold, as the paper
-  expects, counts as one that holds.
+  expects, counts as confirmed.
   """
   theirs = [claim.paper not in (ALL, OWN) for claim in experiment.claims]
   found = [judged(claim, experiment, records)[0]['verdict'] for claim in experiment.claims]
@@ -293,7 +293,7 @@ def versions(records: Records) -> str:
   commits, mixed = set().union(*of_seeds.values()), [str(seed) for seed, of in sorted(of_seeds.items()) if len(of) > 1]
   if len(commits) < 2:
     return ''
-  several = f' (arms of seed{"s" * (len(mixed) > 1)} {", ".join(mixed)} at different ones)' if mixed else ''
+  several = f' (of seed{"s" * (len(mixed) > 1)} {", ".join(mixed)} different arms ran at different commits)' if mixed else ''
   return f', at {len(commits)} commits of sprl{several}'
 
 

@@ -14,7 +14,7 @@ from sprl.kernels.platform import on_gpu
 
 # Rows per block of `replace_rows` on GPUs, where each block launches one program per array. XLA's CPU backend copies one row
 # faster than it scatters several.
-ON_GPU = 8
+GPU_ROWS = 8
 
 
 def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[Int[Array, ' size'], C], C], carry: C) -> C:
@@ -65,4 +65,4 @@ def replace_rows[T](mine: T, theirs: T, parent: Int[Array, ' B'], take: Bool[Arr
 
     return jax.tree_util.tree_map_with_path(replaced, mine, theirs)
 
-  return for_row_blocks(take, min(B, ON_GPU if on_gpu() else 1), change, mine)
+  return for_row_blocks(take, min(B, GPU_ROWS if on_gpu() else 1), change, mine)

@@ -36,7 +36,10 @@ from sprl.types import Trajectory
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-  """One minibatch: packed rows of at most A microbatches, and the [B, C] arrays of its B sequences."""
+  """One minibatch: packed rows of at most A microbatches, and the [B, C] arrays of its B sequences.
+
+  S is the number of shards of the rows, not of cache slots. M: layers with experts; k: experts of a token; W: words of a support.
+  """
 
   tokens: Int[Array, 'A R T']
   positions: Int[Array, 'A R T']  # of each token in its sequence

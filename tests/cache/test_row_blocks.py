@@ -47,7 +47,7 @@ def test_rows_are_replaced_by_rows_of_smaller_arrays(gpu, take, parent):
   mine, theirs = np.arange(B * 20.0).reshape(B, 4, 5), -np.arange(3 * 6.0).reshape(3, 2, 3)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(row_blocks, 'on_gpu', lambda: gpu)
-    patch.setattr(row_blocks, 'ON_GPU', 4)
+    patch.setattr(row_blocks, 'GPU_ROWS', 4)
     replaced = REPLACE[gpu](jnp.array(mine), jnp.array(theirs), parent, take)
   expected = mine.copy()
   for b in np.flatnonzero(take):

@@ -199,7 +199,7 @@ def refusal_of_flags(monkeypatch, capsys, *arguments: str) -> str:
 def test_a_key_that_dictionaries_of_settings_cannot_have_is_refused(inputs, monkeypatch, capsys):
   flag = "--config.task.args={'__class__': 3}"
   assert refusal_of_flags(monkeypatch, capsys, f'--config={inputs / "config.py"}', flag).startswith(
-    "error: '__class__' is no key of a dictionary of settings: expected another name"
+    "error: '__class__' cannot be a key of a dictionary of settings, because ml_collections uses it: expected another name"
   )
 
 

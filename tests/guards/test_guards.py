@@ -268,7 +268,7 @@ def test_an_entropy_that_falls_within_five_steps_while_the_reward_rises_is_no_sy
 
 
 def test_single_steps_of_another_entropy_are_noise_in_the_first_steps():
-  """One step in three has another entropy: so also one of the first three and one of the latest three."""
+  """One step in three has another entropy, and so has one of the first three and one of the latest three."""
   for other in (0.01, 5.0):
     for offset in range(3):
       steps = [STEP | ({'policy/entropy': other} if i % 3 == offset else {}) for i in range(40)]

@@ -159,7 +159,7 @@ def test_a_sample_whose_grader_failed_enters_no_mean_and_does_not_train():
   assert [batch.mask.any(axis=1).tolist() for batch in batches] == [[True, False, True, True, False, True], [True] * 6]
 
 
-def test_nan_of_an_estimator_leaves_no_sequence_out(monkeypatch):
+def test_an_estimator_that_returns_nan_is_refused(monkeypatch):
   monkeypatch.setitem(ESTIMATORS, 'grpo', lambda reward, group, valid: 0 * reward / 0)
   run = dataclasses.replace(RUN, advantage=Advantage('grpo'))
   with np.errstate(invalid='ignore'), pytest.raises(SettingsError, match=r"config\.advantage\.estimator = 'grpo'.* nan "):
@@ -215,10 +215,12 @@ def test_the_rate_ends_at_the_end_of_its_schedule_whatever_is_left_out():
   for rewards in (half_filtered, (0.5,) * 8, half_filtered):
     batches, _ = subject.pack(rollouts(rewards))
     subject.update(batches, [LogProbs(sampler=batch.sampler_logp) for batch in batches])
-  np.testing.assert_allclose(-np.diff([0.0, *weights]), [10, 9, 2, 1], rtol=1e-5)  # of 12 to 9, 8 to 5 and 4 to 1
+  np.testing.assert_allclose(
+    -np.diff([0.0, *weights]), [10, 9, 2, 1], rtol=1e-5
+  )  # steps have the rates 12 to 9, 8 to 5 and 4 to 1
   assert subject.learning_rate == pytest.approx(1.0)
   assert int(subject.state.updates) == 4  # updates taken, which the scales of the cache belong to
-  assert step._cache_size() == 1  # the count stays in its place
+  assert step._cache_size() == 1  # no second compilation: the count keeps its sharding
 
 
 def test_without_scoring_only_the_samplers_log_probs_are_passed():
