@@ -35,7 +35,7 @@ class Comparison:
 
   def save(self, path: str | Path = 'comparison.html') -> Path:
     """Write the page with scores, settings that differ, and curves. Return its path."""
-    return write_comparison(self.arms, self.rows, Path(path))
+    return write_comparison(self.arms, self.rows, Path(path).expanduser())
 
   def __repr__(self) -> str:
     return score_text(self.rows)

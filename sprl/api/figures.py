@@ -73,6 +73,7 @@ def visibility_figure(samples: Mapping[str, Sample], width: int = 110) -> Figure
     axes.set_title(title, loc='left', fontsize=10.5, fontweight='bold')
     axes.set_ylabel('token drawn')
     axes.spines[['top', 'right']].set_visible(False)
+  panels[-1].set_xlim(-0.5, longest - 0.5)  # each picture has set the common limits to its own
   panels[-1].set_xlabel('token of the sequence, by position; the orange line is the end of the prompt')
   if image is not None:
     figure.colorbar(image, ax=list(panels), label='share of heads that see it', shrink=0.8)

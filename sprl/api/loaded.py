@@ -25,6 +25,7 @@ from sprl.api.settings import Settings, merged, refuse, resolved
 from sprl.cache.layout import never_evicts
 from sprl.config import Optimizer, Run, SettingsError
 from sprl.distributed.process_group import require_single_process
+from sprl.io.files import local_folder
 from sprl.io.huggingface import DTYPES
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner
@@ -113,7 +114,7 @@ class LoadedModel:
     run = resolved(given)
     if remark := never_evicts(run.cache, prompt_buckets(run.sampling)[-1], run.sampling.max_tokens):
       log.warning(remark)
-    return Sampler(self, given, run, Model.open(run))
+    return Sampler(self, given, run, self.at_its_time(Model.open(run)))
 
   def update(self, rollouts: Rollouts, **settings: Any) -> dict[str, float]:
     """Train on graded rollouts and return the metrics. One call is one step of a run, with its correction of the mismatch.
@@ -161,7 +162,7 @@ class LoadedModel:
     rollouts that are greedy or were drawn with other weights.
     """
     self._check(rollouts, 'ledger')
-    model = Model.open(rollouts.run)
+    model = self.at_its_time(Model.open(rollouts.run))
     return Ledger(ledger(rollouts.run, model, rollouts.engine, unmasked(rollouts), params=self.params, scales=rollouts.scales))
 
   def evaluate(self, rows: Iterable[Row], reward: Reward = None, **settings: Any) -> dict[str, Any]:
@@ -189,7 +190,11 @@ class LoadedModel:
     if self._base is not None:
       base = load_base(self.model, self._base.fingerprint, self.settings['model']['path'], 'float32')
       params = network(self._trained, base)
-    return export(self.model, params, Path(folder), dtype)
+    return export(self.model, params, local_folder('folder', folder), dtype)
+
+  def at_its_time(self, model: Model) -> Model:
+    """Return the model with the time that chat templates of this one read: for a run's model, that of its first start."""
+    return model if self.model.tokenizer.time is None else model.at(self.model.tokenizer.time)
 
   def __repr__(self) -> str:
     config, updates = self.model.config, f'after {self.version} updates'
@@ -252,6 +257,7 @@ def unmasked(rollouts: Rollouts) -> list[Trajectory]:
 def evaluate_on(run: Run, loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
   """Evaluate the newest weights on the held-out groups of a run."""
   run, model = open_here(run)
+  model = loaded.at_its_time(model)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, inputs=inputs, train=False).begin_evaluation(stack.enter_context)
     check_evaluation_fits(run, model, held_out)

@@ -133,9 +133,8 @@ class Rollouts(Sequence[Sample]):
   def keep(self, prompts: Sequence[int] | Sequence[bool] | np.ndarray) -> 'Rollouts':
     """Return the rollouts of some prompts: their numbers, or a truth for each prompt.
 
-    Prompts whose samples have equal rewards teach nothing. To train without them:
-
-        model.update(rollouts.keep(np.nanstd(rollouts.rewards, axis=1) > 0))
+    Each new number of prompts compiles another update. To train without the prompts whose samples have equal rewards, which
+    teach nothing, `model.update(rollouts, rollout={'equal_groups': 'skip'})` compiles none.
 
     Raises ValueError if no prompt is left, for a prompt that is named twice, and for truths of another number than the prompts.
     Raises IndexError for a prompt that does not exist.

@@ -65,7 +65,8 @@ def fit(
       finish, or a column of the row. With a parameter `completions` it takes lists, one item for each sample of a prompt, and
       returns a list: the form of TRL. Or the name of a grader: math, gsm8k, numeric, exact and others (docs: Tasks). Several: a
       list, or a dictionary with the weight of each. Functions run in threads of this process.
-    test: held-out rows. None: the last tenth of the rows, at least one and at most eval.problems; these are not trained on.
+    test: held-out rows, of which the first eval.problems (128) count. None: the last tenth of the rows, at least one and at most
+      eval.problems; these are not trained on.
     environment: a class with `reset` and `step` (docs: Environments), or a function that makes one, in place of data and reward.
       Its arguments are task.args.
     callbacks: functions that are called with the StepReport of each step, in order, after its metrics are written; `metrics` has
@@ -84,6 +85,11 @@ def fit(
   require_single_process('sprl.fit')
   if callable(callbacks) or not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
     raise SettingsError(f'callbacks = {callbacks!r:.200}: expected a list of functions')
+  listed = isinstance(trackers, Iterable) and not isinstance(trackers, str)
+  if not listed or not all(isinstance(each, Tracker) and not isinstance(each, type) for each in trackers):
+    raise SettingsError(
+      f"trackers = {trackers!r:.200}: expected a list of objects; names are a setting, log={{'trackers': ['wandb']}}"
+    )
   whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
   run = resolved(merged(whole, of_inputs))
@@ -163,7 +169,8 @@ class Training:
     """Evaluate the trained weights on the held-out problems: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
 
     The settings are those of the run, except for the section `eval`, which is that of the run with the changes of `settings`:
-    `run.evaluate(samples=8, temperature=1.0)`.
+    `run.evaluate(samples=8, temperature=1.0)`. With `memory='sampler'` an FP8 cache measures its scales on these problems, not as
+    the run did.
     """
     run = resolve(merged(to_dict(self.config), {'eval': settings}))
     return evaluate_on(run, self.model, self.inputs)

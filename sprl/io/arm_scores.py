@@ -27,7 +27,10 @@ type ArmRow = dict[str, Any]  # the scores of an arm by name, as `score_rows` re
 
 
 class Score(NamedTuple):
-  """How an arm scores. The last four are NaN if no evaluation is in all its runs; an interval is NaN too if it is not known."""
+  """How an arm scores: means over seeds.
+
+  The last four are NaN if no evaluation is in all its runs. An interval is NaN too if it is not known.
+  """
 
   step: int  # of the newest evaluation that all runs have; without one, the fewest finished steps
   before: float = np.nan  # mean score of the first evaluation that all have
@@ -73,10 +76,12 @@ def score(arm: Arm) -> Score:
   steps = set.intersection(*(set(run.evaluations) for run in arm.runs))
   if not steps:
     return Score(min(run.steps for run in arm.runs))
-  found = [run.evaluations for run in arm.runs]
-  before, after = (float(np.mean([each[step]['eval/avg@k'] for each in found])) for step in (min(steps), max(steps)))
-  of_seeds = [np.mean([run.evaluations[max(steps)]['eval/avg@k'] for run in runs]) for runs in by_seed(arm).values()]
-  last, low, high = found[0][max(steps)], np.nan, np.nan
+  seeds = by_seed(arm).values()
+  first, of_seeds = (
+    [np.mean([run.evaluations[step]['eval/avg@k'] for run in runs]) for runs in seeds] for step in (min(steps), max(steps))
+  )
+  before, after = float(np.mean(first)), float(np.mean(of_seeds))
+  last, low, high = arm.runs[0].evaluations[max(steps)], np.nan, np.nan
   if len(of_seeds) > 1:
     _, low, high = paired_interval(np.array(of_seeds)[:, None])
   elif len(arm.runs) == 1:
@@ -87,7 +92,8 @@ def score(arm: Arm) -> Score:
 def difference(arm: Arm, other: Arm) -> Difference | None:
   """Return how much an arm scores above another one, for the seeds that both have; None if no two runs are comparable.
 
-  Several runs of a seed count as their mean.
+  Several runs of a seed count as their mean. The newest evaluations may be of a later step than the score, if a run has ended
+  early or goes on; `of` then names the step.
   """
   ours, theirs = by_seed(arm), by_seed(other)
   of_seeds, steps = [], set()
@@ -100,9 +106,11 @@ def difference(arm: Arm, other: Arm) -> Difference | None:
   if not problems or len(steps) > 1:
     return None
   paired = np.array([[np.mean([each[number] for each in scored]) for number in problems] for scored in of_seeds])
+  (step,) = steps
+  later = '' if {score(each).step for each in (arm, other)} == {step} else f', after step {step}'
   if len(paired) == 1:
-    return Difference(*interval_of_one_run(paired[0]), f'{len(problems)} problems')
-  return Difference(*paired_interval(paired), f'{len(problems)} problems, {len(paired)} seeds')
+    return Difference(*interval_of_one_run(paired[0]), f'{len(problems)} problems{later}')
+  return Difference(*paired_interval(paired), f'{len(problems)} problems, {len(paired)} seeds{later}')
 
 
 def comparable(run: Recorded, other: Recorded) -> dict[int, float] | None:

@@ -180,6 +180,14 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
   return np.array([step for step, _ in found], int), np.array([value for _, value in found], float)
 
 
+def bounds(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+  """Return the bounds (low [N], high [N]) of the interval of a score, such as `eval/avg@k`; NaN where an evaluation has none."""
+  stem = name.removesuffix('avg@k')
+  found = [[r.get(f'{stem}{end}', np.nan) for r in records if name in r] for end in ('low', 'high')]
+  low, high = (np.array(values, float) for values in found)
+  return low, high
+
+
 def held_out_sets(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
   """Return the metric of the score of each held-out set, and a label: `eval/avg@k`, or `eval/SET/avg@k` of others."""
   found = {name for record in records for name in record if name.endswith('avg@k')}

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from sprl.io.metrics import held_out_sets, read_metrics, series
+from sprl.io.metrics import bounds, held_out_sets, read_metrics, series
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -34,8 +34,8 @@ _LEDGER = {  # entry of the ledger -> colour
 }  # fmt: skip
 _NO_CAUSE = ('reproduction', 'interaction', 'unreplayed')  # entries of the ledger that are drawn dashed
 _NOT_SECONDS = (  # entries of `time`
-  'tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share', 'mfu_update', 'mfu_step', 'device_memory',
-  'device_memory_peak', 'host_memory',
+  'tokens_per_second', 'queue', 'batch_wait', 'learner_idle', 'rollout_idle', 'engine_host_share', 'mfu_update', 'mfu_step',
+  'device_memory', 'device_memory_peak', 'host_memory',
 )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def draw_reward(axes: Axes, records: Records) -> None:
 def _draw_scores(axes: Axes, records: Records, name: str, label: str, color: str) -> None:
   """Draw the scores of a held-out set as diamonds with their 95 % intervals. The first and the last carry their number."""
   steps, score = series(records, name)
-  low, high = (series(records, f'{name.removesuffix("avg@k")}{bound}')[1] for bound in ('low', 'high'))
-  errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
+  low, high = bounds(records, name)
+  errors = np.stack([score - low, high - score]).clip(0.0) if np.isfinite(low + high).any() else None
   label += ', 95 % interval' if errors is not None else ''
   axes.errorbar(steps, score, errors, color=color, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
   for i in {0, len(steps) - 1}:
@@ -202,8 +202,12 @@ def draw_ledger_histogram(axes: Axes, records: Records) -> None:
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-  """Draw the median seconds of each part of a step. The first step compiles, so a mean would mislead."""
+  """Draw the median seconds of each part of a step. The first step compiles, so a mean would mislead.
+
+  `pack`, `score` and `update` are drawn in place of `learn`, which is their sum.
+  """
   parts = {part for record in records for part in record.get('time', {}) if part not in _NOT_SECONDS}
+  parts -= {'learn'} if 'update' in parts else set()
   seconds = {part: float(np.median(series(records, f'time/{part}')[1])) for part in parts}
   parts = sorted(seconds, key=lambda part: seconds[part])
   _quiet(axes)

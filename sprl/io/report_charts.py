@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sprl.io.metrics import held_out_sets, series
+from sprl.io.metrics import bounds, held_out_sets, series
 from sprl.io.metrics_reference import names
 from sprl.io.plots import cut_bars, running_mean, seconds_of_parts
 
@@ -89,10 +89,9 @@ def reward_chart(records: Records) -> Chart:
   ]
   for color, (name, label) in enumerate(held_out_sets(records).items(), 1):
     at, score = series(records, name)
-    stem = name.removesuffix('avg@k')
-    bounds = {end: series(records, f'{stem}{end}')[1] for end in ('low', 'high')}
-    known = all(len(values) == len(score) for values in bounds.values())
-    curves.append(curve(label, at, score, kind='points', color=color, **(bounds if known else {})))
+    low, high = bounds(records, name)
+    known = {'low': low, 'high': high} if np.isfinite(low + high).any() else {}
+    curves.append(curve(label, at, score, kind='points', color=color, **known))
   return {'title': 'Reward', 'unit': 'mean reward', 'series': [c for c in curves if c['x']], 'wide': True}
 
 

@@ -24,7 +24,7 @@ from sprl.config import Cache, Quant, SettingsError, to_dict
 from sprl.config_reader import resolve
 from sprl.io.checkpoint import CheckpointError
 from sprl.io.config_file import config_differences
-from sprl.io.metrics import read_metrics
+from sprl.io.metrics import RunLog, read_metrics
 from sprl.learner import learner
 from sprl.learner.restore import restore
 from sprl.model import Model
@@ -382,6 +382,13 @@ def test_samples_of_another_version_of_the_weights_have_other_random_numbers(fol
   assert first == again != other
 
 
+def test_samplers_of_a_runs_model_read_the_time_of_the_run(folder):
+  model = sprl.load(folder / 'model', task={'chat': False})
+  assert model.sampler().model.tokenizer.time is None
+  model.model = model.model.at('2020-01-02T03:04:05')
+  assert model.sampler().model.tokenizer.time == '2020-01-02T03:04:05'
+
+
 def test_caches_that_do_not_fit_are_refused_before_anything_is_sampled(folder, monkeypatch):
   sampler = sprl.load(folder / 'model', task={'chat': False}).sampler()
   monkeypatch.setattr(room, 'memory_of', lambda devices: 2**20)
@@ -477,6 +484,16 @@ def loaded(folder):
   return sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
 
 
+@pytest.mark.usefixtures('untyped')
+def test_pictures_of_samples_are_as_wide_as_the_longest():
+  def sample(length):
+    share = np.ones((length - 2, length), np.float32)
+    return SimpleNamespace(visible=share, pieces=('x',) * length, trajectory=SimpleNamespace(prompt_length=2))
+
+  panels = sprl.visibility_figure({'long': sample(60), 'short': sample(30)}).axes
+  assert [panel.get_xlim() for panel in panels[:2]] == [(-0.5, 59.5)] * 2
+
+
 TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
 
 
@@ -492,6 +509,10 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
     ),
     ({'test': 'test.jsonl'}, r"test = 'test\.jsonl': expected a list of rows"),
     ({'callbacks': 3}, 'callbacks = 3: expected a list of functions'),
+    ({'trackers': 'wandb'}, r"trackers = 'wandb': expected a list of objects; names are a setting, log=\{'trackers'"),
+    ({'trackers': ['wandb']}, r"trackers = \['wandb'\]: expected a list of objects"),
+    ({'trackers': [RunLog]}, r'trackers = .*: expected a list of objects'),
+    ({'trackers': 3}, 'trackers = 3: expected a list of objects'),
     ({'eval': 5}, r'config\.eval = 5: expected a mapping of settings'),
     ({'eval': None}, r'config\.eval = None: expected a mapping of settings'),
     ({'eval': {'problems': '4'}}, r"config\.eval\.problems = '4': expected int"),

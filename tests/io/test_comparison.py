@@ -236,6 +236,24 @@ def test_an_older_evaluation_is_not_compared_in_place_of_the_newest(tmp_path):
   assert rows_of([first, second])['b']['95 % interval'] == 'unknown'  # that of step 3, not of step 2
 
 
+def test_a_difference_of_a_later_step_than_the_score_names_it(tmp_path):
+  runs = [write_run(tmp_path / f'dense-{seed}', [0.0, 0.5], seed, steps=4) for seed in (0, 1)]
+  runs += [
+    write_run(tmp_path / 'sparse-0', [1.0, 1.0], 0, 64, steps=4),
+    write_run(tmp_path / 'sparse-1', [1.0, 1.0], 1, 64, steps=2),
+  ]
+  dense, sparse = compared(*runs)
+  assert score_rows([dense, sparse])[1]['covers'] == '2 problems, after step 4'
+
+
+def test_runs_of_a_seed_count_as_one_in_the_score(tmp_path):
+  runs = [write_run(tmp_path / f'a-{name}', scores, seed) for name, scores, seed in
+          (('x', [0.9, 0.9], 0), ('y', [0.9, 0.9], 0), ('z', [0.3, 0.3], 1))]  # fmt: skip
+  row, _ = score_rows(compared(*runs, write_run(tmp_path / 'b', [1.0, 1.0], 0, 64)))
+  assert row['score'] == pytest.approx(0.6)
+  assert (row['low'] + row['high']) / 2 == pytest.approx(0.6)
+
+
 def test_choices_of_a_machine_do_not_split_an_arm(tmp_path):
   (arm,) = compared(write_run(tmp_path / 'a-0', [1.0], 0), write_run(tmp_path / 'a-1', [1.0], 1, remat='full'))
   assert [run.name for run in arm.runs] == ['a-0', 'a-1']

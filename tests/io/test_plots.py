@@ -23,6 +23,7 @@ from sprl.io.plots import (
   running_mean,
   timeline_figure,
 )
+from sprl.io.report_charts import reward_chart
 
 RECORDS = [
   {'step': 0, 'kind': 'eval', 'eval/avg@k': 0.2, 'eval/low': 0.1, 'eval/high': 0.4},
@@ -127,6 +128,20 @@ def test_every_held_out_set_is_drawn():
   scores = {'eval/avg@k': 0.5, 'eval/sums/avg@k': 0.25, 'eval/sums/low': 0.0, 'eval/sums/high': 0.5}
   [axes] = panel_figure(draw_reward, [{'step': 3, 'kind': 'eval', **scores}]).axes
   assert [container.get_label() for container in axes.containers] == ['held out', 'held out sums, 95 % interval']
+
+
+def test_an_evaluation_without_an_interval_leaves_those_of_the_others():
+  records = [{'step': 0, 'kind': 'eval', 'eval/avg@k': -1.0}, RECORDS[0] | {'step': 3}]
+  (bars,) = panel_figure(draw_reward, records).axes[0].containers
+  np.testing.assert_allclose(bars[2][0].get_segments()[-1], [[3, 0.1], [3, 0.4]])
+  *_, held_out = reward_chart(records)['series']
+  assert held_out['low'] == [None, 0.1]
+
+
+def test_parts_of_the_learner_are_drawn_in_place_of_their_sum_and_waits_are_no_parts():
+  part = {'rollout': 1.0, 'learn': 3.0, 'update': 2.0, 'pack': 0.5, 'queue': 0.1, 'batch_wait': 1.0}
+  [axes] = panel_figure(draw_times, [{'step': 1, 'kind': 'train', 'time': part}]).axes
+  assert [label.get_text() for label in axes.get_yticklabels()] == ['pack', 'rollout', 'update']
 
 
 def test_only_seconds_are_drawn_as_times():
