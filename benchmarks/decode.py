@@ -48,14 +48,15 @@ def main():
   dtype = compute_dtype(args.dtype)
   params = load_params(folder, config, dtype=dtype)
   weights = jax.block_until_ready(sampler_weights(params, dtype))
-  weight_count = config.num_layers * sum(w.size for w in jax.tree.leaves(weights.params['layers'][0])) + weights.head.size
+  of_layers = config.num_layers * sum(w.size for w in jax.tree.leaves(weights.params['layers'][0]))
+  weight_count = of_layers + weights.head.size
   bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
 
   rows = []
   for batch in args.batch:
     seconds = measure(config, weights, dtype, UNQUANTISED, batch, args.prompt, args.new, args.repeats)
     step = max(weight_count * dtype.itemsize / bandwidth, 2 * batch * weight_count / rate)
-    prefill = 2 * batch * args.prompt * weight_count / rate
+    prefill = 2 * batch * args.prompt * of_layers / rate  # logits of a prompt's last token are those of the first step
     row = {
       'batch': batch,
       'tokens/s': batch * args.new / seconds,

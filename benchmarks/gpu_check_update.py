@@ -6,16 +6,16 @@ from functools import partial
 
 import jax
 import numpy as np
-from gpu_check_bench import BF16, TOY, Bench, Case, Row, Rows, config_of, judged
-from kernel_resources import MODELS
+from gpu_check_bench import BF16, Bench, Case, Row, Rows, config_of, judged
 
-from sprl.config import Correction, Loss, Optimizer
-from sprl.learner.batch import Shape, pack
+from sprl.config import Correction, Lora, Loss, Optimizer
+from sprl.learner.batch import Shape, Tokens, pack
 from sprl.learner.logprobs import ForwardConfig
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.planning.utilisation import update_flops
 from sprl.types import LogProbs, Trajectory
 
 
@@ -39,6 +39,7 @@ def one_update(bench: Bench, name: str, T: int, sequences: int, layers: int, bef
   state = TrainState.create(params, optimizer)
   computation = UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, BF16, None), 'none')  # the defaults of a run on an H200
   update = make_update(transformer.graph(config), optimizer, computation)
+  flops = update_flops(config, Lora(), Tokens.of([batch]))
   batch = jax.device_put(batch)
   del params
   times = []
@@ -47,9 +48,6 @@ def one_update(bench: Bench, name: str, T: int, sequences: int, layers: int, bef
     state, metrics = update(state, batch, LogProbs(sampler=batch.sampler_logp))
     jax.block_until_ready((state, metrics))
     times.append(time.perf_counter() - start)
-  H, K, D, E, F = MODELS.get(name, TOY)
-  matrices = config.num_layers * (E * D * (2 * H + 2 * K) + 3 * E * F) + config.vocab_size * E
-  flops = sequences * (6 * matrices * T + 6 * config.num_layers * H * D * T * T)  # causal attention: half of 12 H D T^2
   row = {
     'us': 1e6 * times[-1], 'TFLOP/s': flops / times[-1] / 1e12,
     'tokens/s': sequences * T / times[-1], 'share of ceiling': flops / times[-1] / bench.ceilings.bf16,

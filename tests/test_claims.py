@@ -471,6 +471,10 @@ def test_the_readme_has_the_accuracies_of_the_results():
   assert f'{expected}{mean(fp8, "full")} in float32 ({mean(fp8, "full", "before")} before training)' in readme
   expected = f'{mean(snapkv, "sparse_rl")} with `sparse_rl` ({mean(snapkv, "dense", "before")} before training) | '
   assert f'{expected}{mean(snapkv, "naive")} without a correction, {mean(snapkv, "dense")} with dense rollouts' in readme
+  larger = command.saved(find('sparse_rl_larger'))
+  expected = f'{mean(larger, "sparse_rl")} with the correction ({mean(larger, "dense", "before")} before training), 97 % of'
+  assert expected in readme
+  assert f'{mean(larger, "naive")} without a correction (seeds: 0.27 to 0.80), {mean(larger, "dense")} with dense' in readme
 
 
 def test_the_readme_and_the_guide_have_the_accuracies_of_the_phases():

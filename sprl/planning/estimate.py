@@ -36,7 +36,8 @@ class RolloutPlan:
   slots: int  # of a sequence, in the last layer
   memory: RolloutMemory
   most_rows: int  # sequences that fit on a device; negative if the weights alone do not fit
-  rows: int  # sequences that decode on a device: as many as the run asks for, or as fit
+  asked: int  # sequences on a device that the run asks for
+  rows: int  # of these, sequences that fit, which decode
   step: Work  # one decode step of `rows` sequences
   full: Work  # one decode step of `most_rows` sequences
 
@@ -190,10 +191,13 @@ def _rollouts(
   held = rollout_memory(config, run, cache, quant, run.prefill * run.devices.engines, axes)
   newest = held.weights if apart else 0  # the next weights arrive while rollouts continue under the old ones
   most = math.floor((room - held.total(0) - newest) / held.row)
-  rows = max(min(most, math.ceil(run.rows / axes.rows)), 0)
+  asked = math.ceil(run.rows / axes.rows)
+  rows = max(min(most, asked), 0)
   step, full = (decode_work(config, run, layout, held, n, axes, device) for n in (rows, max(most, 0)))
   budget, kv = layout.settings.budget, kv_bytes(layout)
-  return RolloutPlan(name, budget, quant.sampler, kv, layout.slots, held, most_rows=most, rows=rows, step=step, full=full)
+  return RolloutPlan(
+    name, budget, quant.sampler, kv, layout.slots, held, most_rows=most, asked=asked, rows=rows, step=step, full=full
+  )
 
 
 def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> EvaluationPlan:

@@ -75,9 +75,9 @@ def _row(kind: RolloutPlan) -> list[str]:
   cells = [kind.name, f'{kind.slots:,} slots', f'{kind.kv_bytes / MIB:.1f} MiB', f'{kind.memory.weights / GIB:.2f} GiB']
   if kind.rows < 1:
     return [*cells, *[''] * 5, 'none', '']
-  step = kind.step
+  step, rows = kind.step, f'{kind.rows:,}' if kind.rows == kind.asked else f'{kind.rows:,} of {kind.asked:,}'
   return [
-    *cells, f'{kind.rows:,}', f'{step.seconds * 1e3:.2f} ms', f'{step.flops / 1e9:,.0f}', f'{step.bytes / 1e9:.2f}',
+    *cells, rows, f'{step.seconds * 1e3:.2f} ms', f'{step.flops / 1e9:,.0f}', f'{step.bytes / 1e9:.2f}',
     f'{step.tokens_per_second:,.0f}', f'{kind.most_rows:,}', f'{kind.full.tokens_per_second:,.0f}',
   ]  # fmt: skip
 

@@ -59,6 +59,12 @@ def test_planned_rows_are_the_most_that_fit():
   assert [kind.rows for kind in planned.kinds] == [8] * 4  # of 64 sequences, on 8 devices
 
 
+def test_sequences_that_fit_are_shown_beside_those_that_the_config_asks_for(whole):
+  kind = dataclasses.replace(whole.kinds[0], asked=1024, rows=334)
+  assert ' 334 of 1,024 ' in as_text(dataclasses.replace(whole, kinds=(kind,)))
+  assert ' of ' not in as_text(whole).partition('asked')[2].splitlines()[1]
+
+
 def test_a_plan_names_the_parts_that_do_not_fit():
   planned = plan(FEW, RUN, ONE, ONE, device('v5e'))
   assert not planned.fits['update']
