@@ -39,7 +39,7 @@ def one_update(bench: Bench, name: str, T: int, sequences: int, layers: int, bef
   state = TrainState.create(params, optimizer)
   computation = UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, BF16, None), 'none')  # the defaults of a run on an H200
   update = make_update(transformer.graph(config), optimizer, computation)
-  flops = update_flops(config, Lora(), Tokens.of([batch]))
+  flops = update_flops(config, Lora(), Tokens.of([batch], config.sliding_windows))
   batch = jax.device_put(batch)
   del params
   times = []

@@ -17,6 +17,7 @@ are gathered within their device. If Q devices share a row, the scored positions
 parts of its N places, so each device scores almost the same number of positions. Each part is filled from the front.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,16 +134,19 @@ class Tokens:
   """Numbers of tokens in the packed rows of a step's minibatches."""
 
   read: int = 0  # in the rows
-  pairs: int = 0  # of a token with itself or an earlier token of its sequence, which attention compares
+  pairs: int = 0  # of a token with itself or an earlier token that it sees, which attention compares: mean over the layers
   trained: int = 0  # that the model wrote and the loss sees
 
   @classmethod
-  def of(cls, batches: Sequence[TrainBatch]) -> 'Tokens':
-    """Count the tokens of batches that are still numpy arrays."""
+  def of(cls, batches: Sequence[TrainBatch], windows: Sequence[int | None] = ()) -> 'Tokens':
+    """Count the tokens of batches that are numpy arrays. `windows` are those of the layers (ModelConfig.sliding_windows)."""
     real = [np.asarray(batch.segments) > 0 for batch in batches]
+    earlier = [np.asarray(batch.positions)[there].astype(np.int64) + 1 for batch, there in zip(batches, real)]
+    layers = Counter(windows or (None,))
+    pairs = sum(n * sum(int(np.sum(e if w is None else np.minimum(e, w))) for e in earlier) for w, n in layers.items())
     return cls(
       read=sum(int(np.count_nonzero(there)) for there in real),
-      pairs=sum(int(np.sum(np.asarray(batch.positions)[there] + 1, dtype=np.int64)) for batch, there in zip(batches, real)),
+      pairs=round(pairs / layers.total()),
       trained=sum(int(np.count_nonzero(batch.mask)) for batch in batches),
     )
 

@@ -69,7 +69,7 @@ class Learner:
     with self._on_its_devices('pack'):
       packed = minibatches(trajectories, run, batch_shape(run, self.model))
       packed = [(batch, metrics) for batch, metrics in packed if batch.used]
-      self.tokens = Tokens.of([batch for batch, _ in packed])
+      self.tokens = Tokens.of([batch for batch, _ in packed], self.model.config.sliding_windows)
       means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
       if run.advantage.overlong is not None:
         means['reward/overlong_penalty'] = float(np.mean(overlong(trajectories, run)))

@@ -116,7 +116,7 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
   update = memory.update_memory(config, run, packed, learner)
   room = capacity - (0 if apart else update.state)
   work = partial(update_work, config, run, packed, memory=update, axes=learner, device=device)
-  full = _full_rows(run, packed)
+  full = _full_rows(config, run, packed)
   model_flops = run.optimizer.epochs * update_flops(config, run.lora, full)
   return Plan(
     model=run.model.path,
@@ -131,7 +131,7 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     remat=run.model.remat,
     update=update,
     caches=caches,
-    work=work(longest(run, packed)),
+    work=work(longest(config, run, packed)),
     most_mfu=model_flops / (work(full).seconds * learner.devices * device.bfloat16),
     model_flops=model_flops,
     evaluation=_evaluation(
@@ -145,10 +145,10 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
   )
 
 
-def _full_rows(run: Run, shape: Shape) -> Tokens:
+def _full_rows(config: ModelConfig, run: Run, shape: Shape) -> Tokens:
   """Return the tokens of a step whose rows are full, and whose prompts and completions have the greatest length."""
   read = run.optimizer.minibatches * shape.micros * shape.rows * shape.tokens
-  return Tokens(read, round(read * visible_keys(run, shape)), run.optimizer.minibatches * shape.sequences * shape.columns)
+  return Tokens(read, round(read * visible_keys(config, run, shape)), run.optimizer.minibatches * shape.sequences * shape.columns)
 
 
 def on(device: Device, run: Run) -> Run:

@@ -143,10 +143,21 @@ def decode_work(
 # --- the update ------------------------------------------------------------------------------------------------------
 
 
-def visible_keys(run: Run, shape: Shape) -> float:
+def visible_keys(config: ModelConfig, run: Run, shape: Shape) -> float:
   """Return the mean number of keys that a token of a sequence sees, with prompts and completions of the greatest length."""
   P, C, m = run.sampling.max_prompt, shape.columns, _together(run, shape)
-  return (P * P / 2 + m * (P * C + C * C / 2)) / (P + m * C)
+  of_prompt, of_completion = _pairs(config, P, C)
+  return (of_prompt + m * of_completion) / (P + m * C)
+
+
+def _pairs(config: ModelConfig, P: int, C: int) -> tuple[float, float]:
+  """Return the pairs of tokens that attention compares, means over the layers: of a prompt, and of its completion."""
+
+  def of_first(n: int) -> float:
+    windows = config.sliding_windows or (None,)
+    return sum(n * n / 2 if w is None or n <= w else w * n - w * w / 2 for w in windows) / len(windows)
+
+  return of_first(P), of_first(P + C) - of_first(P)
 
 
 def _together(run: Run, shape: Shape) -> int:
@@ -155,12 +166,13 @@ def _together(run: Run, shape: Shape) -> int:
   return max(1, min(run.rollout.group * run.branches, room)) if run.packing.share_prefix else 1
 
 
-def longest(run: Run, shape: Shape) -> Tokens:
+def longest(config: ModelConfig, run: Run, shape: Shape) -> Tokens:
   """Return the tokens of a step whose prompts and completions have the greatest length. The rows may end in padding."""
   P, C, sequences = run.sampling.max_prompt, shape.columns, run.optimizer.minibatches * shape.sequences
   group = run.rollout.group * run.branches
   prompts = sequences // group * math.ceil(group / _together(run, shape))  # copies
-  return Tokens(prompts * P + sequences * C, prompts * P * P // 2 + sequences * (P * C + C * C // 2), sequences * C)
+  of_prompt, of_completion = _pairs(config, P, C)
+  return Tokens(prompts * P + sequences * C, round(prompts * of_prompt + sequences * of_completion), sequences * C)
 
 
 def update_work(

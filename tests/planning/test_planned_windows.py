@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from plans import MODELS, RUN
 
-from sprl.config import Cache, Quant
+from sprl.config import Cache, Packing, Quant
+from sprl.learner.batch import Shape
 from sprl.models.config import ModelConfig, tiny
 from sprl.planning.devices import DEVICES
 from sprl.planning.estimate import kinds, plan
 from sprl.planning.memory import kv_bytes, rollout_cache, rollout_memory
 from sprl.planning.mesh_axes import MeshAxes
-from sprl.planning.work import attended, decode_work
+from sprl.planning.work import attended, decode_work, longest, visible_keys
 
 GEMMA = ModelConfig.read(MODELS / 'gemma-3-1b-it')
 PROMPT, TOKENS, WINDOW, SLOT = 512, 2048, 512, 2 * 256 * 2  # SLOT: bytes of a key and a value of one head of width 256
@@ -35,6 +36,15 @@ def test_a_decode_step_reads_the_window_of_most_layers():
   _, attention, *_ = decode_work(GEMMA, RUN, dense, held, 64, MeshAxes(), DEVICES['h200']).parts
   assert attention.bytes == pytest.approx(64 * SLOT * (22 * WINDOW + 4 * full), rel=0.01)
   assert attention.flops == 64 * 4 * 4 * 256 * (22 * WINDOW + 4 * full)
+
+
+def test_an_update_compares_the_window_of_most_layers():
+  sizes = Shape(micros=8, rows=1, tokens=TOKENS, sequences=8, columns=TOKENS - PROMPT)
+  run = dataclasses.replace(RUN, packing=Packing(share_prefix=False))
+  each = [sum(min(t, window) for t in range(1, TOKENS + 1)) for window in (WINDOW, TOKENS)]
+  expected = (22 * each[0] + 4 * each[1]) / 26
+  assert visible_keys(GEMMA, run, sizes) == pytest.approx(expected / TOKENS, rel=1e-3)
+  assert longest(GEMMA, run, sizes).pairs == pytest.approx(8 * expected, rel=1e-3)
 
 
 def test_a_plan_of_gemma_3():

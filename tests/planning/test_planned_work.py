@@ -23,7 +23,7 @@ PARAMETERS = L * LAYER + 2 * V * E  # of four layers, without norms and biases
 
 
 def updated(run, shape, axes, config=FEW):
-  return update_work(config, run, shape, longest(run, shape), update_memory(config, run, shape, axes), axes, H200)
+  return update_work(config, run, shape, longest(config, run, shape), update_memory(config, run, shape, axes), axes, H200)
 
 
 def sent(done):

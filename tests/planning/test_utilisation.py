@@ -27,6 +27,9 @@ def test_tokens_of_packed_rows_by_loops():
     pairs += sum(P + t + 1 for n in completions for t in range(n))
   assert found == Tokens(read=2 * (8 + 10), pairs=2 * pairs, trained=2 * 10)
   assert found.read == 2 * metrics['packing/tokens']
+  # One layer of three sees the two newest tokens.
+  windowed = sum(min(2, t + 1) for P in prompts for t in range(P)) + sum(2 for n in (2, 4, 1, 3) for _ in range(n))
+  assert Tokens.of([batch, batch], (None, 2, None)).pairs == round(2 * (2 * pairs + windowed) / 3)
 
 
 def test_flops_of_an_update_by_hand():
