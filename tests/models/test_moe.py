@@ -101,9 +101,9 @@ def test_parts_of_the_experts_add_up_to_the_mixture():
   expected, slopes = whole(weights, gate)
   parts = [value(jax.tree.map(lambda w, first=first: w[first : first + 3], weights), gate, chosen - first) for first in (0, 3)]
   np.testing.assert_allclose(sum(v for v, _ in parts), expected, rtol=1e-4)
-  np.testing.assert_allclose(sum(g for _, (_, g) in parts), slopes[1], atol=1e-5)
+  np.testing.assert_allclose(sum(g for _, (_, g) in parts), slopes[1], atol=5e-5)
   joined = jax.tree.map(lambda *ws: np.concatenate(ws), *(w for _, (w, _) in parts))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), joined, slopes[0])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), joined, slopes[0])
 
 
 def test_each_assignment_is_in_one_block_of_its_expert():
