@@ -9,6 +9,7 @@ The file needs no server and no network. Runs may be in progress. Exit status 2:
 nothing yet.
 """
 
+import os
 from pathlib import Path
 
 from absl import flags
@@ -23,8 +24,8 @@ _OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html
 def main() -> int:
   """Run the command and return its exit status."""
   given, out = _WORKDIR.value or '', _OUT.value
-  out = Path(out).expanduser() if out else None
-  if Path(given).expanduser().exists() or not set(given) & set(',*'):
+  out = Path(os.path.expanduser(out)) if out else None
+  if os.path.exists(os.path.expanduser(given)) or not set(given) & set(',*'):
     from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
     print(write_report(local_folder('--workdir', given), out))

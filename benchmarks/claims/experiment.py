@@ -61,6 +61,11 @@ def at_end(series: str) -> str:
   return f'{series}{END}'
 
 
+def growth(arm: str, series: str) -> Comparison:
+  """Return the statement that the mean of a series over the last fifth of the steps is above that over the first."""
+  return Comparison(arm, arm, 0.0, at_end(series), at_start(series))
+
+
 def time_to(score: float) -> str:
   """Return the measure that is the logarithm of the seconds of training until the accuracy reaches `score`.
 

@@ -1,5 +1,6 @@
 """`compare` compares runs: their scores as numbers, and the page of `python -m sprl.report`."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,7 @@ class Comparison:
 
   def save(self, path: str | Path = 'comparison.html') -> Path:
     """Write the page with scores, settings that differ, and curves. Return its path."""
-    return write_comparison(self.arms, self.rows, Path(path).expanduser())
+    return write_comparison(self.arms, self.rows, Path(os.path.expanduser(path)))
 
   def __repr__(self) -> str:
     return score_text(self.rows)

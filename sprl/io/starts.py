@@ -48,7 +48,7 @@ def parse_source(text: str) -> tuple[Path, int | Literal['best'] | None]:
   name, colon, step = text.rpartition(':')
   if folder.is_dir() or not (colon and name and (step.isdecimal() or step == 'best')):
     return folder.absolute(), None
-  return Path(name).expanduser().absolute(), 'best' if step == 'best' else int(step)
+  return files.local_folder('--from', name).absolute(), 'best' if step == 'best' else int(step)
 
 
 def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:

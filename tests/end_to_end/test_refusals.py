@@ -73,6 +73,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))
   assert local_folder('--workdir', '~/runs/x') == tmp_path / 'runs' / 'x'
   assert parse_source('~/runs/x:3') == (tmp_path / 'runs' / 'x', 3)
+  assert local_folder('--workdir', '~nobody-here/x') == Path('~nobody-here/x')  # as in a shell
 
 
 # --- flags: refused before jax is loaded; each test starts a process -------------------------------------------------

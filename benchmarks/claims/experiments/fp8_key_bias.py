@@ -9,7 +9,7 @@ A pilot (one seed, 100 steps) chose the learning rate. From 0.56, the accuracies
 0.91 at 5e-5 (the rate of fp8_rl), to 0.93 and 0.86 at 1e-4, and to 0.84 and 0.73 at 2e-4.
 """
 
-from claims.experiment import BEFORE, PLAIN_KEYS, REWARD, Claim, Comparison, Experiment, at_end, at_start
+from claims.experiment import BEFORE, PLAIN_KEYS, REWARD, Claim, Comparison, Experiment, growth
 from claims.tasks import BIASED
 
 MISMATCH = 'rollout_corr/k3_kl'
@@ -49,7 +49,7 @@ EXPERIMENT = Experiment(
     for name, arm in (('Keys without their biases', 'alone@apart'), ('TIS', 'tis@plain'), ('MIS', 'mis@plain'))
   }
   | {
-    f'Growth of the mismatch ({arm}).': Comparison(arm, arm, 0.0, at_end(MISMATCH), at_start(MISMATCH))
+    f'Growth of the mismatch ({arm}).': growth(arm, MISMATCH)
     for arm in ('alone@plain', 'tis@plain', 'mis@plain')
   },
   note='`alone` has no correction. In `plain`, keys are rounded to FP8 with their biases, as other engines do: `plain_keys` is '

@@ -9,7 +9,7 @@ accuracy was 0.47 in full precision and 0.39 in FP8, from 0.38. With 16 times th
 times the rate. fp8_key_bias.py has outliers.
 """
 
-from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, at_end, at_start
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, growth
 from claims.tasks import TOTALS
 
 FORMATS = {'w8a8': 'w8a8', 'kv8': 'kv8', 'both': 'w8a8_kv8'}
@@ -22,11 +22,6 @@ MISMATCH = 'rollout_corr/k3_kl'
 def _arm(correction: str, numbers: str, **more) -> dict:
   """Return the settings of FP8 rollouts with a correction."""
   return {'preset': CORRECTED[correction], 'quant.sampler': FORMATS[numbers], **more}
-
-
-def _growth(arm: str) -> Comparison:
-  """Return the comparison of the mismatch in the last fifth of the steps with that in the first."""
-  return Comparison(arm, arm, 0.0, at_end(MISMATCH), at_start(MISMATCH))
 
 
 def _on_par(correction: str) -> tuple[Comparison, ...]:
@@ -105,7 +100,7 @@ EXPERIMENT = Experiment(
     '4 times the learning rate: TIS, against no correction.': Comparison('tis@4 x', 'alone@4 x', 0.0),
     '4 times the learning rate: MIS, against no correction.': Comparison('mis@4 x', 'alone@4 x', 0.0),
   }
-  | {f'Growth of the mismatch ({arm}).': _growth(arm) for arm in ('alone@both', 'alone@4 x', 'tis@4 x', 'mis@4 x')},
+  | {f'Growth of the mismatch ({arm}).': growth(arm, MISMATCH) for arm in ('alone@both', 'alone@4 x', 'tis@4 x', 'mis@4 x')},
   note='`full` is float32; fp8_bfloat16 has arms in bfloat16. '
   '`frozen` has no arm with FP8 linears alone, which have no scales. `end_to_end` '
   'has no arm with an FP8 cache alone, which has no FP8 linears.\n\n'

@@ -6,7 +6,7 @@ ledger splits the mismatch of 8 of the 16 samples by cause. The parts of FP8 lin
 The measures are means over tokens of absolute values, in nats.
 """
 
-from claims.experiment import OWN, Claim, Comparison, Experiment, at_end, at_start
+from claims.experiment import OWN, Claim, Comparison, Experiment, growth
 from claims.tasks import TOTALS
 
 FP8 = {'quant.sampler': 'w8a8_kv8'}
@@ -32,7 +32,7 @@ EXPERIMENT = Experiment(
           (_larger(EVICTION, WEIGHTS), _larger(EVICTION, KV))),
     Claim('An FP8 cache adds more mismatch than FP8 linears.', 'FP8-RL, second-hand', 'W8A8 < KV8', (_larger(KV, WEIGHTS),)),
     Claim('The mismatch of FP8 rollouts grows while the policy trains.', 'FP8-RL, second-hand', 'with experts only',
-          (Comparison('fp8', 'fp8', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),),
+          (growth('fp8', GAP),),
           reason='This model has no experts, and the paper reports growth only with experts. The evidence is thin: two ledgers '
           'of 8 samples at each end, of which the mean falls from 0.0042 to 0.0022 nats in six of eight seeds. The mean k3 of '
           'all tokens does not fall: it changes by +0.0002 (-0.0001 to +0.0006) from the first to the last fifth. It does grow '
@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
           'comparisons that were not planned).', expected=True),
     Claim('The mismatch of sparse rollouts grows while the policy trains.', 'Sparse-RL, as summaries report it',
           'the mismatch leads to a collapse',
-          (Comparison('sparse', 'sparse', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),)),
+          (growth('sparse', GAP),)),
   ),
   hours=2.7,
   note='The ledger is computed every 20 steps, from 8 of the 16 samples of its step. So single values vary much between seeds. '

@@ -6,7 +6,7 @@ one update, the old policy would be the current policy, and R2 would change noth
 the sampler, which R2 does not change.
 """
 
-from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, at_end, at_start
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, growth
 from claims.tasks import MIXTURE
 
 MISMATCH = 'rollout_corr/k3_kl'
@@ -32,7 +32,7 @@ EXPERIMENT = Experiment(
     Claim('FP8 linears add mismatch.', 'FP8-RL', 'FP8 adds mismatch',
           (Comparison('none@w8a8', 'none@full', 0.0, measure=MISMATCH),)),
     Claim('The mismatch of FP8 rollouts grows while a mixture trains without replay.', 'FP8-RL, second-hand',
-          'it grows with experts', (Comparison('none@w8a8', 'none@w8a8', 0.0, at_end(MISMATCH), at_start(MISMATCH)),)),
+          'it grows with experts', (growth('none@w8a8', MISMATCH),)),
     Claim('Replaying the experts of the rollout (R3) reduces the mismatch.', 'paper on R3, second-hand', 'from 1.5e-3 to 0.75e-3',
           (Comparison('none@w8a8', 'R3@w8a8', 0.0, measure=MISMATCH),)),
     Claim('With R2, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par',
