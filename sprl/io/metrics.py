@@ -60,7 +60,7 @@ class RunLog:
     last = -1 if resume_step is None else resume_step
     path = self._workdir / _METRICS
     found = _lines(path)
-    if any('step' not in record or 'kind' not in record for _, record in found):
+    if any(not isinstance(record.get('step'), int) or 'kind' not in record for _, record in found):
       raise LogError(f'{path}: not the log of a run; expected a --workdir without one')
     kept = [(line, record) for line, record in found if record['step'] <= last]
     if (lost := last - sum(record['kind'] == 'train' for _, record in kept)) > 0:

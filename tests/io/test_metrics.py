@@ -187,11 +187,12 @@ def test_a_write_that_fails_names_the_file_and_not_its_draft(tmp_path):
   assert [found.name for found in tmp_path.iterdir()] == ['folder']
 
 
-def test_the_log_of_another_program_is_not_replaced(open_log, tmp_path):
-  (tmp_path / 'metrics.jsonl').write_text('{"loss": 1}\n')
+@pytest.mark.parametrize('line', ['{"loss": 1}\n', '{"step": "x", "kind": "train"}\n'])
+def test_the_log_of_another_program_is_not_replaced(open_log, tmp_path, line):
+  (tmp_path / 'metrics.jsonl').write_text(line)
   with pytest.raises(LogError, match='not the log of a run'):
     open_log(tmp_path, None)
-  assert (tmp_path / 'metrics.jsonl').read_text() == '{"loss": 1}\n'
+  assert (tmp_path / 'metrics.jsonl').read_text() == line
 
 
 def test_a_line_that_does_not_fit_on_the_disk_names_the_log(open_log, tmp_path, monkeypatch):
