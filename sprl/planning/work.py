@@ -113,27 +113,27 @@ def decode_work(
 ) -> Work:
   """One decode step of `rows` sequences on each device, which holds the sampler weights of `held`.
 
-  Of the experts, it reads those that a token chooses, if the tokens choose independently and all experts equally often.
+  Of the experts, it reads those that a token chooses, if tokens choose independently and all experts equally often. Layers are
+  gathered over fsdp. Embeddings and head are not: their rows are (`transformer.Transformer`, `decode.logits`).
   """
   dtype, E, L, t = accelerator_dtype(run), config.hidden_size, config.num_layers, axes.tensor
   (H, K), b, head = axes.heads(config), dtype.itemsize, config.vocab_size * E // t
-  table = 0 if config.tie_embeddings else b * head // axes.fsdp  # a step reads a few of its rows only
+  held_head = b * head // axes.fsdp
+  table = 0 if config.tie_embeddings else held_head  # a step reads a few of its rows only
   flops = moved = 0  # of attention
   for window, count in Counter(layout.sliding_window(layer) for layer in range(L)).items():
     slots = round(attended(layout, window))
     cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, second=layout.second_codes)
     flops, moved = flops + count * cost.flops, moved + count * cost.bytes
-  hidden, mixed, weights = b * rows * E, config.experts, held.weights
+  hidden, mixed, layers = b * rows * E, config.experts, held.weights - table - held_head
   routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
   unread = held.experts * (1 - mixed.chosen / mixed.count) ** (rows * axes.expert) if mixed else 0
   parts = (
-    Part(
-      'products with weights', 2 * linear_weights(config, axes) * rows, round((weights - unread) * axes.fsdp) - table - b * head
-    ),
+    Part('products with weights', 2 * linear_weights(config, axes) * rows, round((layers - unread) * axes.fsdp)),
     Part('attention', flops, moved),
-    Part('head and draw', 2 * head * rows, b * head + 3 * FLOAT32 * rows * config.vocab_size // t),
+    Part('head and draw', 2 * head * rows, held_head + 3 * FLOAT32 * rows * config.vocab_size // t),
     ring(axes, 'all-reduce', 'tensor', 2 * L * hidden),
-    ring(axes, 'all-gather', 'fsdp', weights * axes.fsdp),
+    ring(axes, 'all-gather', 'fsdp', layers * axes.fsdp),
     ring(axes, 'all-gather', 'expert', routed),
     ring(axes, 'reduce-scatter', 'expert', routed),
   )

@@ -59,6 +59,18 @@ def test_a_decode_step_by_hand():
   assert head.bytes == 2 * V * E + 64 * 3 * 4 * V
 
 
+def test_a_decode_step_gathers_layers_over_fsdp_but_neither_the_embeddings_nor_the_head():
+  dense = rollout_cache(FEW, RUN, Cache(), Quant())
+  held = RolloutMemory(weights=2 * PARAMETERS // 4, experts=0, prefill=0, kept=0, row=0)
+  done = decode_work(FEW, RUN, dense, held, 64, MeshAxes(fsdp=4), H200)
+  linears, _, head, *_ = done.parts
+  assert linears.flops == 2 * L * LAYER * 64
+  assert linears.bytes == 2 * L * LAYER
+  assert head.flops == 4 * 64 * 2 * (V // 4) * E  # of the rows of all four devices, with a quarter of the vocabulary
+  assert head.bytes == 2 * (V // 4) * E + 64 * 3 * 4 * V
+  assert sent(done) == {('all-gather', 'fsdp'): 2 * L * LAYER * 3 // 4}
+
+
 def test_a_decode_step_reads_only_the_experts_that_its_tokens_choose():
   """A token chooses 8 of 128 experts. Over expert = 8, the tokens of eight devices meet at the 16 experts of each."""
   config, dense = shallow(MIXTURE, 2), rollout_cache(shallow(MIXTURE, 2), RUN, Cache(), Quant())
