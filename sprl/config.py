@@ -206,7 +206,9 @@ class Quant:
   arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
-  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'  # how the cache's scales are found
+  # scales of the FP8 cache are measured on: learner: the update's batch; running_max: the batches of 16 steps, the maximum;
+  # first_forward: the next prompts; frozen: the first prompts; unit: nothing, they are 1
+  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'
   softmax: Literal['none', 'fp8'] = 'none'  # round attention probabilities to FP8 before their product with FP8 values, or not
 
   @property
@@ -227,12 +229,14 @@ class Rollout:
   equal_groups: Literal['train', 'skip', 'replace'] = 'train'  # groups of equal rewards: train on, leave out, or sample others
   stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row reaches max_tokens
   async_ratio: float = 0.0  # alpha: how many steps behind the newest weights a sample may be; 0: synchronous
-  order: Literal['start', 'deadline', 'completion'] = 'start'  # groups an update takes: oldest, in time, or first to end
+  # groups that a step takes: start: the oldest; deadline: any, if no other group gets too old; completion: the first to finish
+  order: Literal['start', 'deadline', 'completion'] = 'start'
   sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # caches of running sequences at an update: recompute, keep, or wait
   replicate_prompts: bool = True  # schedule each sample of a prompt alone; False: reserve rows for the group until all end
   extra_prompts: int = 0  # redundant groups: the first `prompts` to finish count (order completion)
   extra_members: int = 0  # samples of a prompt beyond `group`
-  members: Literal['first', 'all'] = 'first'  # the first `group` to end count; or all rewards count and a drawn `group` trains
+  # samples of a group: first: train on the first `group` to finish; all: use every reward, and train on `group` drawn at random
+  members: Literal['first', 'all'] = 'first'
 
 
 @dataclass(frozen=True)
@@ -562,7 +566,7 @@ def to_dict(run: Run) -> dict[str, Any]:
   return dataclasses.asdict(run)
 
 
-def within(key: str, sections: Iterable[str]) -> bool:
+def in_sections(key: str, sections: Iterable[str]) -> bool:
   """Return whether a setting, such as `cache.budget`, is one of `sections` or belongs to one of them, such as `cache`."""
   return any(f'{key}.'.startswith(f'{section}.') for section in sections)
 

@@ -96,7 +96,7 @@ def validate(run: Run) -> None:
   """Raise SettingsError for a value out of its range and for settings that contradict each other."""
   for key, value in numbers(run):
     interval = RANGES.get(key, '(-inf, inf)')  # a setting of your own may have no row yet
-    require(run, key, within(value, interval), f'a number in {interval}')
+    require(run, key, in_interval(value, interval), f'a number in {interval}')
   validate_model(run)
   validate_task(run)
   validate_judge(run)
@@ -123,7 +123,7 @@ def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]
       yield f'{prefix}{f.name}', value
 
 
-def within(value: int | float, interval: str) -> bool:
+def in_interval(value: int | float, interval: str) -> bool:
   """Return whether a number is in an interval such as `[0, 1)`. Infinity and NaN are in no interval."""
   low, high = map(float, interval[1:-1].split(','))
   above = value >= low if interval[0] == '[' else value > low
@@ -300,7 +300,7 @@ def validate_mixture(run: Run) -> None:
       steps = all(step.isdecimal() for step in source.weight) and '0' in source.weight
       _expect(steps, f'{key}.weight', source.weight, 'weights by the steps from which they hold, the first for step 0')
     weights = source.stages.values()
-    _expect(all(within(w, '[0, inf)') for w in weights), f'{key}.weight', source.weight, 'numbers in [0, inf)')
+    _expect(all(in_interval(w, '[0, inf)') for w in weights), f'{key}.weight', source.weight, 'numbers in [0, inf)')
   if not task.mixture:
     return
   held_out = any(source.splits[1] for source in task.mixture.values())
@@ -548,7 +548,7 @@ def validate_eval(run: Run) -> None:
     validate_source(run, key, name, held_out, ('train', held_out.split))
     for field in ('problems', 'samples'):
       value = getattr(held_out, field)
-      _expect(value is None or within(value, '[1, inf)'), f'{key}.{field}', value, 'a number in [1, inf), or None')
+      _expect(value is None or in_interval(value, '[1, inf)'), f'{key}.{field}', value, 'a number in [1, inf), or None')
     equal = (held_out.samples or 1) > 1 and run.eval.temperature == 0
     _expect(not equal, f'{key}.samples', held_out.samples, '1 with config.eval.temperature = 0, at which samples are equal')
 

@@ -23,6 +23,11 @@ _FOLDERS = (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in 
 _LIBRARIES = ('<frozen ', *(f'{folder}{os.sep}' for folder in _FOLDERS))  # how the names of their files begin
 
 
+def import_path() -> str:
+  """Return the PYTHONPATH with which another process can import what this one can."""
+  return os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+
+
 def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
   """Return (fn(*args), ''), or (None, the reason) if it raises."""
   assert fn is not None

@@ -190,7 +190,7 @@ def open_here(run: Run, given: Collection[str] = ()) -> tuple[Run, Model]:
     return run, Model.open(run)
   except settings.SettingsError as error:
     fits = settings.on_all_devices(run)
-    if fits == run or any(settings.within(key, settings.PLACES) for key in given):
+    if fits == run or any(settings.in_sections(key, settings.PLACES) for key in given):
       raise
     model = Model.open(fits)
     log.warning('uses all devices of this machine: the settings of the run do not fit (%s)', error)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sprl.config import Run, to_dict, within
+from sprl.config import Run, in_sections, to_dict
 from sprl.config_checks import names_of_problems, python_name
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -23,7 +23,7 @@ def with_data(
   before, defaults = task.to_dict(), to_dict(Run())['task']
 
   def is_given(name: str) -> bool:
-    return any(within(key, [f'task.{name}']) for key in given)
+    return any(in_sections(key, [f'task.{name}']) for key in given)
 
   replaced = any(map(python_name, graders_of(before))) or is_given('grader') or is_given('rewards')
   kept = ('judge',) if replaced else ('grader', 'rewards', 'judge')

@@ -42,6 +42,11 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
       f'config.rollout.equal_groups = {run.rollout.equal_groups!r} leaves out groups of which config.advantage.estimator = '
       f'{run.advantage.estimator!r} learns'
     )
+  if (run.loss.variant, run.correction.mode) == ('reinforce', 'decoupled') and run.optimizer.updates > 1:
+    found.append(
+      f"config.loss.variant = 'reinforce' does not correct for the drift of the {run.optimizer.updates} updates of a step. "
+      "config.correction.mode = 'bypass' does, as does another loss"
+    )
   if layout.positions > max_positions:
     found.append(
       f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '

@@ -2,8 +2,9 @@
 
 Serves a model over an OpenAI-compatible endpoint (docs/agents.md), with any cache and quantisation of the rollouts. Concurrent
 requests decode side by side on one engine of `config.sampling.rows` rows; at most --queue more wait, others get status 429.
-Requests need a token, the API key of OpenAI's clients: that of the variable SPRL_API_KEY, else a random one, which the command
-prints. --notoken serves all who reach the port. SIGTERM or Ctrl-C: no new requests, those that run have --grace seconds to end.
+Every request needs a token, sent as the API key of OpenAI's clients. The token is SPRL_API_KEY; without this variable the command
+makes a random one and prints it. --notoken serves everyone who reaches the port. After SIGTERM or Ctrl-C the server takes no new
+requests, and running ones have --grace seconds to end.
 Exit status: 2 where the model, a setting, the host or the port cannot be used; 1 where the engine fails.
 """
 
@@ -22,7 +23,6 @@ from ml_collections import config_flags
 
 from sprl import command_line
 from sprl.agents.extra import check_installed
-from sprl.agents.tool_calls import PARSERS
 from sprl.config import Run, SettingsError, default_config
 from sprl.config_reader import resolve
 
@@ -39,7 +39,6 @@ _TOKEN = flags.DEFINE_bool('token', True, 'Whether requests need a token: SPRL_A
 _PORT = flags.DEFINE_integer('port', 8000, 'The port to serve on. 0: a free one.')
 _QUEUE = flags.DEFINE_integer('queue', 256, 'Requests that may wait beside those that decode.', lower_bound=0)
 _GRACE = flags.DEFINE_float('grace', 30.0, 'Seconds that running requests have to end after a signal.', lower_bound=0.0)
-_TOOLS = flags.DEFINE_enum('tool_format', 'hermes', [*PARSERS], 'The form of tool calls in the text of the model.')
 
 
 def define_config(argv: list[str]) -> None:
@@ -54,9 +53,7 @@ def main() -> int:
   config: Any = flags.FLAGS['config'].value
   command_line.use_model(config, _MODEL.value)
   access = access_of(_TOKEN.value, os.environ)
-  return serve(
-    run_of(config, command_line.settings_of_flags()), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value
-  )
+  return serve(run_of(config, command_line.settings_of_flags()), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value)
 
 
 def run_of(config: Any, given: Collection[str] = ()) -> Run:
@@ -87,7 +84,7 @@ def access_of(needed: bool, environment: Mapping[str, str]) -> Access:
   return Access(chosen, 'token: that of SPRL_API_KEY')
 
 
-def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: float, tool_format: str) -> int:
+def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: float) -> int:
   """Serve until a signal arrives. Returns the exit status."""
   check_installed('sprl.serve')
   # Imported late: an error in the settings is reported before jax loads.
@@ -101,7 +98,7 @@ def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: flo
   held = bound(host, port, ('--host', '--port'))  # before the model loads, which can take minutes
   engine, tokenizer = open_engine(run)
   with EngineThread(engine, queue) as thread:
-    app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format), token=access.token)
+    app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path), token=access.token)
     with ServerThread(app, held, grace) as server:
       print(f'http://{host}:{server.port}/v1 serves {run.model.path}, {engine.capacity} rows', flush=True)
       print(access.said, flush=True)

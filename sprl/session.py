@@ -40,7 +40,7 @@ from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
 from sprl.tasks.problems import digest
 from sprl.tasks.prompts import PromptStream
-from sprl.types import Trajectory, sequences
+from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Session:
     machine = self._machine(now - current.began)
     seconds = {**current.times.seconds, **self.learner.seconds, **current.seconds, **idle, **machine}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
-    rate = sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) / sum(seconds[part] for part in sampling)
+    rate = sampled_tokens(trajectories) / sum(seconds[part] for part in sampling)
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:
@@ -317,7 +317,7 @@ class Session:
     """Add the tokens of this step to those of the run, and return both sums. `rollouts` are the metrics of its rollouts."""
     dropped = int(rollouts.get('async/dropped_tokens', 0))
     dropped += int(sum(t.metrics.get('agent/tokens_dropped', 0) for t in trajectories))
-    self.state.tokens_sampled += sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) + dropped
+    self.state.tokens_sampled += sampled_tokens(trajectories) + dropped
     self.state.tokens_trained += self.learner.tokens.trained
     counts = {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
     return counts if self.model.weights_seed is None else counts | {'policy/random_weights': 1.0}

@@ -173,9 +173,12 @@ def setup(
     for difference in write_config(workdir, chosen, may_change, defaults):
       log.warning('settings changed since this run began: %s', difference)
     sources, starts = graders.checksums(rollouts.rewards) | own, read_starts(workdir)['starts']
+    # the newest start that a step followed
     known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
-      log.warning('%s has changed since the last start of this run: its steps are of both', name)
+      log.warning(
+        '%s has changed since an earlier start of this run: earlier steps used the old version, later steps use the new one', name
+      )
     facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
     add_start(workdir, origin, first_start, facts | {'graders': sources, 'rows': rollouts.state().get('rows')})
   stack.callback(checkpoints.close)
@@ -187,7 +190,7 @@ def setup(
   if team.leads and state.step < done:  # the newest checkpoint is damaged
     correct_start(workdir, state.step)
   if team.leads and state.step == run.steps and state.before and state.after:
-    log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, state.step)
+    log.warning('%s: all %d steps are done; a larger config.steps continues the run', workdir, state.step)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.prefill))

@@ -203,6 +203,11 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
   return [trajectory, *(dataclasses.replace(branch, **shared) for branch in trajectory.branches)]
 
 
+def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+  """Return the number of tokens that the sampler drew for these episodes."""
+  return sum(int(sequence.mask.sum()) for trajectory in trajectories for sequence in sequences(trajectory))
+
+
 def trained_on(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
   """Return the trajectories whose tokens an update trains on."""
   return [t for t in trajectories if not t.withheld]

@@ -184,8 +184,8 @@ class Newest:
 class EngineBackend:
   """Answers the requests of an endpoint with an engine. Each request is encoded whole: no state is kept between requests."""
 
-  def __init__(self, thread: EngineThread, tokenizer: Tokenizer, sampling: Sampling, model: str, tool_format: str = 'hermes'):
-    self.thread, self.tokenizer, self.sampling, self.model, self._tool_format = thread, tokenizer, sampling, model, tool_format
+  def __init__(self, thread: EngineThread, tokenizer: Tokenizer, sampling: Sampling, model: str):
+    self.thread, self.tokenizer, self.sampling, self.model = thread, tokenizer, sampling, model
 
   def distribution(self, episode: str) -> Distribution:
     """Return how tokens are drawn."""
@@ -204,7 +204,7 @@ class EngineBackend:
             if isinstance(item, Exception):
               raise Refused(500, f'the engine stopped: {item}')
             yield Partial(self.tokenizer.decode(item, skip_special=True))
-          yield answer_of(self.tokenizer, request, ids, item, f'{uid}', self._tool_format)
+          yield answer_of(self.tokenizer, request, ids, item, f'{uid}')
         finally:
           self.thread.cancel(uid)
     except Overloaded as error:
@@ -229,12 +229,10 @@ def split(ids: Sequence[int], sampling: Sampling) -> tuple[Int[np.ndarray, ' P']
   return np.array(ids[:P], np.int32), np.array(ids[P:], np.int32), room
 
 
-def answer_of(
-  tokenizer: Tokenizer, request: ChatRequest, prompt_ids: Sequence[int], completion: Completion, name: str, tool_format: str
-) -> Answer:
+def answer_of(tokenizer: Tokenizer, request: ChatRequest, prompt_ids: Sequence[int], completion: Completion, name: str) -> Answer:
   """Return the Answer of a completion. `name` begins the ids of its tool calls."""
   ids = completion.tokens.tolist()
-  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name, request.stop)
+  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, name, request.stop)
   finish = 'tool_calls' if 'tool_calls' in message else 'length' if completion.finish == 'length' else 'stop'
   pieces = [tokenizer.decode([i]) for i in ids] if request.logprobs else []
   return Answer(message, finish, prompt_ids, ids, completion.logp.tolist(), pieces)

@@ -30,6 +30,7 @@ from sprl.agents import host
 from sprl.agents.extra import check_installed
 from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
 from sprl.config import Sampling, SettingsError
+from sprl.foreign import import_path
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure, pause_before
 from sprl.tasks.workers import OF_WORKERS, DaemonThread
@@ -385,7 +386,7 @@ class _Host:
     held, self._lifeline = os.pipe()
     environment = {**os.environ, **OF_WORKERS}
     if program.python is None:  # another interpreter has packages of its own
-      environment['PYTHONPATH'] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+      environment['PYTHONPATH'] = import_path()
     with theirs:
       descriptors = theirs.fileno(), held
       command = [program.python or sys.executable, host.__file__, *map(str, descriptors), lifeline.__file__]

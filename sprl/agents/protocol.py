@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sprl.agents.tool_calls import PARSERS, cut
+from sprl.agents.tool_calls import cut, tool_calls
 from sprl.config import Sampling
 
 IGNORED = (
@@ -216,12 +216,12 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # --- answers ---------------------------------------------------------------------------------------------------------------
 
 
-def message_of(text: str, calls: int | None, tool_format: str, name: str, stop: Sequence[str] = ()) -> Message:
+def message_of(text: str, calls: int | None, name: str, stop: Sequence[str] = ()) -> Message:
   """Return the message of a model's text with at most `calls` tool calls (None: all). `name` begins their ids.
 
   Calls are parsed before the text is cut at a stop string, because `</tool_call>` may be one.
   """
-  content, found = (text, []) if calls == 0 else PARSERS[tool_format](text)
+  content, found = (text, []) if calls == 0 else tool_calls(text)
   if not found:
     return {'role': 'assistant', 'content': cut(text, stop)}
   written = [

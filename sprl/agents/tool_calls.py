@@ -1,20 +1,18 @@
-"""Tool calls in the text of a model, by the name of their format.
+"""Tool calls in the text of a model, in the form of Hermes and Qwen models:
 
-`hermes` is the form of Hermes and Qwen models:
-
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1, "b": 2}}
-    </tool_call>
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": 2}}
+</tool_call>
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OPENING = '<tool_call>'  # of hermes
-_HERMES = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
+OPENING = '<tool_call>'
+_CALL = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class ToolCall:
   arguments: dict[str, Any]
 
 
-def hermes(text: str) -> tuple[str, list[ToolCall]]:
+def tool_calls(text: str) -> tuple[str, list[ToolCall]]:
   """Return the text before the first call, and the calls. A text with a malformed call has no calls and is returned as it is."""
-  blocks = list(_HERMES.finditer(text))
+  blocks = list(_CALL.finditer(text))
   calls = [_call(block[1]) for block in blocks]
   if not blocks or None in calls:
     return text, []
@@ -60,6 +58,3 @@ def before(text: str, marks: Sequence[str]) -> str:
 def cut(text: str, marks: Sequence[str]) -> str:
   """Return the part of a text before the first mark."""
   return text[: min([text.index(mark) for mark in marks if mark in text], default=len(text))]
-
-
-PARSERS: dict[str, Callable[[str], tuple[str, list[ToolCall]]]] = {'hermes': hermes}

@@ -337,7 +337,8 @@ CHECKS = (
   ),
   Check(
     'a step changes the policy much', 'policy/k3_kl', SOME, (0.0, 0.1),
-    'The last updates of a step train on answers of a policy that is already far away.', (RATE, MINIBATCHES, EPOCHS), moves,
+    'The last updates of a step train on answers of a policy that is already far away (this is the mean over its updates).',
+    (RATE, MINIBATCHES, EPOCHS), moves,
   ),
   Check(
     'the gradient norm has bursts', 'update/grad_norm', BURSTS, (0.0, 5.0),

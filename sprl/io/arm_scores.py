@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sprl.config import within
+from sprl.config import in_sections
 from sprl.config_checks import names_of_problems, weighted
 from sprl.io.arms import Arm, Recorded, by_seed
 from sprl.io.metrics import series
@@ -153,7 +153,7 @@ def _asked(run: Recorded) -> dict[str, Any]:
   """
   keys = ('eval', *(f'task.{name}' for name in names_of_problems('rows')))
   apart = ('eval.every', 'task.grader', 'task.rewards')
-  settings = {name: value for name, value in run.settings.items() if within(name, keys) and name not in apart}
+  settings = {name: value for name, value in run.settings.items() if in_sections(name, keys) and name not in apart}
   rewards = json.loads(run.settings['task.rewards'])
   first = weighted(rewards[0])[0] if rewards else run.settings['task.grader']
   return settings | {'grader': first, 'source': run.inputs.get(f'source of {first}')}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sprl.config import PLACES, Run, SettingsError, to_dict, within
+from sprl.config import PLACES, Run, SettingsError, in_sections, to_dict
 from sprl.config_checks import GRADING_COSTS
 from sprl.foreign import split_reference
 from sprl.io import files
@@ -150,7 +150,7 @@ def _common_start(names: Sequence[str]) -> str:
 
 def learned(run: Recorded) -> dict[str, Any]:
   """Return what two runs of an arm share: their inputs, and all settings but NOT_LEARNED, which has the seed."""
-  return run.inputs | {f'config.{name}': value for name, value in run.settings.items() if not within(name, NOT_LEARNED)}
+  return run.inputs | {f'config.{name}': value for name, value in run.settings.items() if not in_sections(name, NOT_LEARNED)}
 
 
 def by_seed(arm: Arm) -> dict[Any, list[Recorded]]:

@@ -11,9 +11,10 @@ from sprl.config_checks import REWARD_METRICS
 from sprl.io import files
 from sprl.io.arm_scores import COSTS, ArmRow
 from sprl.io.arms import Arm, learned
-from sprl.io.html_page import duration, headline, note, page, section_of_charts, table
+from sprl.io.html_page import headline, note, page, section_of_charts, table
 from sprl.io.metrics import held_out_sets, series
 from sprl.io.plots import running_mean
+from sprl.io.progress import format_duration
 from sprl.io.report_charts import Chart, curve
 
 POINTS = 50  # of a curve that are means over separate steps
@@ -37,7 +38,7 @@ CURVES = (
   Compared('Entropy', 'nats per token', 'policy/entropy'),
   Compared('Gradient norm', 'before clipping', 'update/grad_norm'),
   Compared('Mismatch of sampler and learner', 'KL (k3), nats per token', 'rollout_corr/k3_kl', log=True),
-  Compared('Effective sample size', 'share of the batch', 'rollout_corr/rollout_is_eff_sample_size'),
+  Compared('Effective sample size of the ratios', 'share of the tokens', 'sparse/ess'),
   Compared('Sequences vetoed', 'share', 'sparse/veto_fraction'),
   Compared('Mean lag of a token', 'steps', 'async/token_lag_mean'),
   Compared('Throughput of rollouts', 'tokens per second', 'time/tokens_per_second'),
@@ -66,7 +67,7 @@ def score_table(rows: Sequence[ArmRow]) -> list[list[str]]:
     of_difference = bounds(row['difference_low'], row['difference_high']) if np.isfinite(row['difference']) else ''
     shown.append([
       row['arm'], str(row['runs']), str(row['step']), number(row['before'], '{:.3f}'), number(row['score'], '{:.3f}'), of_score,
-      number(row['difference'], '{:+.3f}'), of_difference, row['covers'], duration(row['seconds']),
+      number(row['difference'], '{:+.3f}'), of_difference, row['covers'], format_duration(row['seconds']),
       *(number(row[name], form) for name, (_, form) in costs.items()),
     ])  # fmt: skip
   return shown

@@ -89,12 +89,6 @@ def date(seconds: float) -> str:
   return time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(seconds))
 
 
-def duration(seconds: float) -> str:
-  """Return a number of seconds as text."""
-  hours, minutes = divmod(int(seconds // 60), 60)
-  return f'{hours} h {minutes} min' if hours else f'{minutes} min {int(seconds % 60)} s' if minutes else f'{seconds:.0f} s'
-
-
 def _anchor(title: str) -> str:
   return title.lower().replace(' ', '-')
 

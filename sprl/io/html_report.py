@@ -22,9 +22,10 @@ from sprl.guards.checks import CHECKS, History, tries
 from sprl.guards.stop import Streaks, sentinels
 from sprl.io import files
 from sprl.io.config_file import read_config
-from sprl.io.html_page import absent, date, duration, headline, note, page, section_of_charts, table
+from sprl.io.html_page import absent, date, headline, note, page, section_of_charts, table
 from sprl.io.metrics import SHOWN, held_out_sets, read_metrics, read_samples, sample_steps, series
 from sprl.io.metrics_reference import GROUPS, METRICS, documented
+from sprl.io.progress import format_duration
 from sprl.io.report_charts import (
   CURVES,
   MISMATCH,
@@ -128,7 +129,7 @@ def _figures(records: Records) -> Iterator[tuple[str, str]]:
     yield f'{label}, first → last', f'{score[0]:.2f} → {score[-1]:.2f}'
   seconds = sum(sum(r['time'].get(part, 0.0) for part in PARTS) for r in records if 'time' in r)
   if seconds:
-    yield 'in steps', duration(seconds)
+    yield 'in steps', format_duration(seconds)
   for name, label, form in (
     ('time/tokens_per_second', 'tokens per second of rollout, median', '{:,.0f}'),
     ('sparse/agreement_mean', 'agreement of sampler and learner', '{:.3f}'),

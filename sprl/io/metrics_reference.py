@@ -17,13 +17,18 @@ GROUPS: dict[str, str] = {
   'judge': 'Use of the grader `judge`, summed over the samples of the step. Samples that were dropped are not counted.',
   'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
   'agent': 'Episodes of agents (`config.task.kind=agent`): means over the episodes of the step.',
-  'policy': 'The policy during the update, on the tokens that the model wrote. `r` is the ratio in the loss.',
+  'policy': (
+    'The policy during the updates, on the tokens that the model wrote: the mean over the updates of the step. The drift of the '
+    'last update is larger. `r` is the ratio in the loss.'
+  ),
   'update': 'The optimiser step.',
   'optimizer': 'The settings of the optimiser that change during a run.',
   'tokens': 'Tokens since the run began. A resumed run continues the sums of its checkpoint.',
   'rollout_corr': (
     'The sampler against the learner before the update, on the tokens that the model wrote. `rho = exp(old log-prob - sampler '
-    'log-prob)`, with the logarithm clamped to +-20. `w` is the correction weight.'
+    'log-prob)`, with the logarithm clamped to +-20. `w` is the correction weight; metrics of it are of `rho` if the correction '
+    'has no weights (`level=None`). In bypass mode `reinforce` takes `w` from the current policy. If a step has several updates, '
+    'the metrics are means over them, except for the largest values.'
   ),
   'sparse': 'The cache, and the consequences of evicting from it.',
   'fp8': 'FP8 weights and cache. Present only with FP8.',
@@ -105,7 +110,7 @@ METRICS: dict[str, str] = {
   'policy/kl': 'Mean of `-log r`.',
   'policy/k3_kl': 'Mean of `r - 1 - log r`, a KL estimate that is never negative.',
   'policy/ess': 'Effective sample size of `r`, from 0 to 1.',
-  'policy/clip_fraction': 'Share of the tokens whose loss a bound changed.',
+  'policy/clip_fraction': 'Share of the tokens whose loss a bound changed. Tokens with advantage 0 do not count.',
   'policy/kl_ref': 'Mean KL to the reference model, by the estimator of the settings. Present only with a KL term.',
   'update/loss': 'Loss of the update.',
   'update/grad_norm': 'Global gradient norm before clipping.',
@@ -159,7 +164,7 @@ METRICS: dict[str, str] = {
   'sparse/catastrophic_sequence_fraction': (
     'Share of the sequences with a token whose `rho` is below the veto (1e-4 if no veto is set).'
   ),
-  'sparse/ess': 'Effective sample size of `min(rho, cap)`, which is not always the applied weight; from 0 to 1.',
+  'sparse/ess': 'Effective sample size of `min(rho, 2)`, from 0 to 1. It is the same for all settings of the correction.',
   'sparse/agreement_mean': 'Mean agreement, `exp(-|log rho|)`, from 0 to 1.',
   'sparse/agreement_p05': '5th percentile of the agreement; the mean over the updates of the step.',
   'fp8/kv_saturation': 'Share of the cached numbers that FP8 clamped. A run stops above 1e-4; with frozen scales it warns.',

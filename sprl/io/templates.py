@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sprl.foreign import import_path
+
 SECONDS = 5.0  # limit of CPU time for a request
 PATIENCE = 60.0  # limit of wall-clock time for a request: a stopped process uses no CPU time
 MEMORY = 1 << 29  # bytes of memory that the process may add after its start
@@ -142,7 +144,7 @@ class _Renderer:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       process_group=0,  # Ctrl-C in the terminal does not end it
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path)},
+      env={**os.environ, 'PYTHONPATH': import_path()},
     )
 
 

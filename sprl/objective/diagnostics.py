@@ -20,6 +20,7 @@ from sprl.types import LogProbs
 
 Metrics = dict[str, Float[Array, '']]
 DEFAULT_VETO = 1e-4  # bound on rho of the catastrophic metrics where no veto is set
+ESS_CAP = 2.0  # of `sparse/ess`: one cap for all settings, so that arms with other caps compare
 
 
 def mismatch(
@@ -33,7 +34,8 @@ def mismatch(
 ) -> Metrics:
   """Compare `logprobs.old` with `logprobs.sampler` over the tokens in `mask`, which the model wrote.
 
-  `weights` and `survivors` are what `weigh` and `reject` return for the same log-probs. Means are over tokens, or over rows with
+  `weights` and `survivors` are what `weigh` and `reject` return. `weights` are of the same log-probs, but in bypass mode
+  `reinforce` weighs by the current policy. Means are over tokens, or over rows with
   a token. Log ratios and KL estimates are in nats.
 
   rollout_corr/
@@ -54,7 +56,7 @@ def mismatch(
     rollout_rs_OPTION_mean, rollout_rs_OPTION_masked_fraction    statistic and rejected tokens of each rejection option
   sparse/
     agreement_mean, _p05         exp(-|log rho|) (eq. 40)
-    ess                          effective sample size of rho clipped to the cap, at every `correction.level` (eq. 35)
+    ess                          effective sample size of rho clipped to 2, with any correction (eq. 35)
     veto_fraction                rows that the veto rejects
     catastrophic_sequence_fraction   rows with a token below the veto, or below 1e-4 where no veto is set
   """
@@ -138,7 +140,7 @@ def _agreement(log_rho, mask, settings):
   return {
     'agreement_mean': mean(agreement, mask),
     'agreement_p05': quantile(agreement, mask, 0.05),
-    'ess': effective_sample_size(jnp.minimum(bounded_exp(log_rho), settings.cap), mask),
+    'ess': effective_sample_size(jnp.minimum(bounded_exp(log_rho), ESS_CAP), mask),
     'veto_fraction': share(vetoed.any(axis=1), rows),
     'catastrophic_sequence_fraction': share(catastrophes.any(axis=1), rows),
   }

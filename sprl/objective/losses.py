@@ -188,7 +188,7 @@ def token_loss(
   w = w if settings.weighted(mode) else mask.astype(w.dtype)
   tokens = TokenTerms(logp=logp, denominator=sg(denominator), A=sg(A), reward=sg(reward)[:, None], mask=mask)
   loss, log_ratio, clipped = _checked(function_of(settings)(tokens, settings), mask.shape, settings.variant)
-  return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))
+  return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask & (tokens.A != 0)))
 
 
 def _checked(returned: Any, shape: tuple[int, ...], variant: str) -> tuple[Array, Array, Array]:

@@ -55,7 +55,7 @@ class Branch:
 
 
 def agent_episode(
-  row: Mapping[str, Any], limits: Limits, most: int, codec: ChatCodec, key: Key, release: Callable[[Key], None], tool_format: str
+  row: Mapping[str, Any], limits: Limits, most: int, codec: ChatCodec, key: Key, release: Callable[[Key], None]
 ) -> Episode:
   """The episode of an agent. It lasts until the agent returns its reward.
 
@@ -66,7 +66,6 @@ def agent_episode(
     codec: turns messages into ids and back.
     key: (uid, attempt) of the episode.
     release: called once with the key at the end, also if the episode is closed early or raises.
-    tool_format: the form of tool calls in the text of the model.
 
   Raises:
     EpisodeError: the agent ended and has no answer of the model.
@@ -96,7 +95,7 @@ def agent_episode(
       completion: Completion = yield Generate(*wanted, keep=answers + 1 < limits.turns, branch=branch.number)
       answers, newest = answers + 1, branch
       prompt_ids = np.concatenate(wanted[:2]).tolist()
-      answer = answer_of(codec.tokenizer, event.request, prompt_ids, completion, f'{key[0]}_{answers}', tool_format)
+      answer = answer_of(codec.tokenizer, event.request, prompt_ids, completion, f'{key[0]}_{answers}')
       branch.transcript.parts.append(completion)
       branch.messages.append(canonical(answer.message, 'answer'))
       branch.answers.append((len(branch.messages), len(branch.transcript.parts)))

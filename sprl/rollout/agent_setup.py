@@ -12,7 +12,6 @@ from jaxtyping import Int
 
 from sprl import agents
 from sprl.agents.pool import AgentPool, Key, Program, check_program
-from sprl.agents.tool_calls import PARSERS
 from sprl.config import Run, SettingsError, Task
 from sprl.distributed.team import Team
 from sprl.io.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ from sprl.rollout.prompts import seeds, shuffled
 from sprl.tasks import tables
 from sprl.types import Trajectory
 
-AGENT_OPTIONS = {'python': None, 'port': 0, 'tool_format': 'hermes'}  # keys of task.args that the agent does not get
+AGENT_OPTIONS = {'python': None, 'port': 0}  # keys of task.args that the agent does not get
 AGENT_SECONDS = 3600.0  # to the next request or the end of an agent; then it counts as hung, and its episode is tried again
 
 
@@ -38,12 +37,11 @@ class AgentSource:
   most: int  # sequences of an episode that are trained
   codec: ChatCodec
   release: Callable[[Key], None]
-  tool_format: str
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """An episode with a new agent and the group's row."""
     row = self.row(number)
-    return agent_episode(row, self.limits, self.most, self.codec, (uid, attempt), self.release, self.tool_format)
+    return agent_episode(row, self.limits, self.most, self.codec, (uid, attempt), self.release)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """The ids of the row as text. The agent alone knows the prompt, so this only measures the scales of an FP8 cache."""
@@ -80,9 +78,6 @@ def check_agents(task: Task, tokenizer: Tokenizer) -> None:
   """Raise SettingsError or TokenizerError if the program, its rows or the chat template cannot be used."""
   program, options = agent_program(task)
   check_program(program.agent, program.python)
-  if options['tool_format'] not in PARSERS:
-    known = ', '.join(PARSERS)
-    raise SettingsError(f"config.task.args['tool_format'] = {options['tool_format']!r}: expected one of {known}")
   if type(port := options['port']) is not int or not 0 <= port < 1 << 16:
     raise SettingsError(f"config.task.args['port'] = {port!r}: expected a number from 0 to 65535; 0: a free port")
   for split in ('train', 'test'):
@@ -114,7 +109,7 @@ def begin_agents(
     drawn = run.eval_sampling if held_out else run.sampling
     limits = Limits(task.turns, task.turn_tokens, drawn.max_prompt, drawn.max_tokens)
     release = (lambda key: None) if pool is None else pool.release
-    return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release, options['tool_format'])
+    return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release)
 
   workers = across(team, BroadcastWorkers, pool)
   held_out = task.args.get('held_out', 0) if task.name == 'verifiers' else len(data['test'])

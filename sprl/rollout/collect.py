@@ -99,9 +99,9 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   reward = np.array([t.reward for t in trajectories if t.reward_known])
   length = np.array([sum(s.mask.sum() for s in sequences(t)) for t in trajectories])
   turns = [t.metrics.get('agent/turns', max(len(t.rewards), 1)) for t in trajectories]
-  of_group: dict[int, set[float]] = {t.group: set() for t in trajectories}
+  of_group: dict[int, set[np.float32]] = {t.group: set() for t in trajectories}
   for t in trajectories:
-    of_group[t.group] |= {t.reward} if t.reward_known else set()
+    of_group[t.group] |= {np.float32(t.reward)} if t.reward_known else set()
   attended = np.concatenate([t.attended[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
   size = KVCache.bytes(layout, rows)

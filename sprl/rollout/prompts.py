@@ -21,7 +21,7 @@ from sprl.tasks.grader_pool import Group
 from sprl.tasks.graders import Reward
 from sprl.tasks.problems import Problem
 from sprl.tasks.rewards import Sample
-from sprl.tasks.workers import within
+from sprl.tasks.workers import with_time_limit
 from sprl.types import Trajectory
 
 OPEN = 256  # groups whose problem and prompt are kept
@@ -136,7 +136,7 @@ class ConversationSource:
     assert self.sample is not None, 'process 0 has the environments'
     seed = self.seed(number)
     try:
-      first = within(self.time_limit, checked_reset, self.sample, seed)
+      first = with_time_limit(self.time_limit, checked_reset, self.sample, seed)
     except TimeoutError:
       limit = f'config.task.time_limit = {self.time_limit:g} s'
       raise EnvironmentFault(f'environment {name_of(self.sample)}: reset({seed}) took longer than {limit}') from None

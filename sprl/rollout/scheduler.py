@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from sprl.config import Rollout
 from sprl.foreign import kind_of
 from sprl.io.tokenizer import TokenizerError
@@ -362,7 +364,8 @@ class Scheduler:
 
   def _filtered(self, rewards: Sequence[float]) -> bool:
     """Whether a group with these known rewards is replaced (docs/methods/async.md, Filters and failures)."""
-    return self.settings.equal_groups == 'replace' and len({*rewards}) < 2
+    # in float32, as the learner compares them: sums of parts may differ in the last bit
+    return self.settings.equal_groups == 'replace' and len({*np.float32(rewards)}) < 2
 
   def _failed(self, member: Member, failure: Failure) -> None:
     """Start another attempt with other random numbers.

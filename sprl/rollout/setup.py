@@ -43,7 +43,7 @@ from sprl.tasks.in_memory import Row
 from sprl.tasks.problems import Mixture, Problem, holder
 from sprl.tasks.prompts import Mix, PromptStream
 from sprl.tasks.worker_pool import FAREWELL_SECONDS, WorkerPool
-from sprl.tasks.workers import cpus, within
+from sprl.tasks.workers import cpus, with_time_limit
 
 log = logging.getLogger(__name__)
 
@@ -351,7 +351,7 @@ def _closed_at_the_end(source: ConversationSource) -> Iterator[ConversationSourc
   try:
     yield source
   finally:
-    attempt(within, FAREWELL_SECONDS, close, source.sample)
+    attempt(with_time_limit, FAREWELL_SECONDS, close, source.sample)
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sprl.config import SettingsError
-from sprl.foreign import attempt
+from sprl.foreign import attempt, import_path
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import Worker, WorkerDied
 from sprl.tasks.worker_process import OUT_OF_MEMORY
@@ -90,7 +90,7 @@ class DaemonThread:
       del item, future, fn, args  # an error holds this frame; in a cycle both would keep the arrays of its callers alive
 
 
-def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
+def with_time_limit[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
   """Return fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread keeps running."""
   thread = DaemonThread()
   future = thread.submit(fn, *args)
@@ -154,7 +154,7 @@ class Child:
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         process_group=0,  # so a kill also ends its child processes, and Ctrl-C in the terminal does not end it
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path), **OF_WORKERS, **own},
+        env={**os.environ, 'PYTHONPATH': import_path(), **OF_WORKERS, **own},
       )
     os.close(held)
     self._connection = Connection(ours.detach())
@@ -284,6 +284,6 @@ def _joined() -> Any:
   if not ray.is_initialized():
     variables = {'JAX_PLATFORMS': 'cpu'}  # the accelerators belong to the run
     if 'RAY_ADDRESS' not in os.environ:  # on this machine, actors can import all that this process can
-      variables['PYTHONPATH'] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+      variables['PYTHONPATH'] = import_path()
     ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False, runtime_env={'env_vars': variables})
   return ray

@@ -30,7 +30,7 @@ from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import TURNS_CUT, Limits
 from sprl.rollout.scheduler import Scheduler
 from sprl.tasks.worker_pool import Failure
-from sprl.tasks.workers import within
+from sprl.tasks.workers import with_time_limit
 from sprl.types import sequences
 
 PROGRAMS = Path(__file__).parent / 'agent_programs.py'
@@ -49,7 +49,7 @@ def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.
   with AgentPool(program, sampling, sampling, 'tiny', time_limit, workers) as pool:
     limits = limits or Limits(turns=10, turn_tokens=16, max_prompt=100, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
-    source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release, 'hermes')
+    source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release)
     settings = Rollout(prompts=groups, group=group)
     yield Scheduler([engine], pool, source, settings, time.monotonic, groups=groups), pool, engine
     assert engine.load == 0
@@ -368,7 +368,7 @@ def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):
     os.kill(pool._host._process.pid, signal.SIGSTOP)
     try:  # 8 MB, more than the connection holds
       calls = [Call((uid, 0), 'run', {'seed': 2, 'text': 'x' * 1_000_000}) for uid in range(8)]
-      tickets = within(20.0, lambda: [pool.submit(call) for call in calls])
+      tickets = with_time_limit(20.0, lambda: [pool.submit(call) for call in calls])
     finally:
       os.kill(pool._host._process.pid, signal.SIGCONT)
     assert all('the agent failed: ValueError: no (' in result.reason for result in results(pool, *tickets))

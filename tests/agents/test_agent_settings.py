@@ -48,7 +48,7 @@ def test_the_program_of_a_task(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   program, options = agent_program(Task(kind='agent', name='mine.py:agent', args={'word': 'x', 'python': '/p', 'port': 7}))
   assert (program.agent, program.args, program.python) == (f'{tmp_path}/mine.py:agent', {'word': 'x'}, '/p')
-  assert options == {'python': '/p', 'port': 7, 'tool_format': 'hermes'}
+  assert options == {'python': '/p', 'port': 7}
   shipped, _ = agent_program(Task(kind='agent', name='verifiers', args={'taskset': 'letters'}))
   assert shipped.agent.endswith('sprl/agents/from_verifiers.py:agent')
 
@@ -61,7 +61,6 @@ def test_the_program_of_a_task(tmp_path, monkeypatch):
     ({'args': {'python': 3}}, r"config\.task\.args\['python'\] = 3: expected an interpreter"),
     ({'args': {'port': '80'}}, r"config\.task\.args\['port'\] = '80': expected a number from 0 to 65535"),
     ({'args': {'port': 65536}}, r"config\.task\.args\['port'\] = 65536: expected a number from 0 to 65535"),
-    ({'args': {'tool_format': 'xml'}}, r"config\.task\.args\['tool_format'\] = 'xml': expected one of hermes"),
     ({'path': 'nowhere'}, r"config\.task\.path = 'nowhere'.*train\.jsonl: no such file"),
   ],
 )

@@ -207,7 +207,7 @@ class Scripted:
   async def answer(self, episode, request):
     for n in range(4, len(self.text), 4):
       yield Partial(self.text[:n])
-    message = protocol.message_of(self.text, request.calls, 'hermes', '0', request.stop)
+    message = protocol.message_of(self.text, request.calls, '0', request.stop)
     yield Answer(message, 'tool_calls' if 'tool_calls' in message else 'stop', [1, 2], [3], [-1.0], ['x'])
 
 

@@ -34,7 +34,7 @@ def run(folder, program, group=8, groups=8, retries=8, disturb=lambda pool: None
   with AgentPool(program, Sampling(), Sampling(), 'tiny', 120.0) as pool:
     limits = Limits(turns=8, turn_tokens=24, max_prompt=400, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
-    source = AgentSource(row, limits, 4, ChatCodec(Tokenizer.load(folder)), pool.release, 'hermes')
+    source = AgentSource(row, limits, 4, ChatCodec(Tokenizer.load(folder)), pool.release)
     settings = Rollout(prompts=groups, group=group)
     scheduler = Scheduler([engine], pool, source, settings, time.monotonic, groups=groups, retries=retries)
     threading.Thread(target=disturb, args=(pool,), daemon=True).start()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sprl.agents.protocol import ChatRequest, Distribution, Refused, canonical, message_of, read
-from sprl.agents.tool_calls import ToolCall, before, hermes, visible
+from sprl.agents.tool_calls import ToolCall, before, tool_calls, visible
 from sprl.config import Run, Sampling
 
 TRAINING = Distribution(Sampling())
@@ -26,13 +26,13 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
   ],
   ids=['none', 'after text', 'two', 'cut short', 'one malformed', 'too deep', 'half a surrogate pair'],
 )
-def test_hermes_calls(text, expected):
-  assert hermes(text) == expected
+def test_tool_calls(text, expected):
+  assert tool_calls(text) == expected
 
 
 @pytest.mark.parametrize('text', ['I add.\n' + CALL, 'a <tool_x>', 'ends in space ', 'a<tool_call>{}</tool_call>'])
 def test_what_a_stream_shows_early_begins_the_content(text):
-  content = message_of(text, None, 'hermes', 'x')['content'] or ''
+  content = message_of(text, None, 'x')['content'] or ''
   for n in range(len(text) + 1):
     assert content.startswith(visible(text[:n]))
 
@@ -49,23 +49,23 @@ def test_what_a_stream_shows_early_begins_the_content(text):
 )
 def test_the_content_ends_before_the_stop_string_and_a_stream_shows_no_part_of_one(text, content):
   stop = ('END', '</b>', '</tool_call>')
-  assert message_of(text, 0, 'hermes', 'x', stop)['content'] == content
+  assert message_of(text, 0, 'x', stop)['content'] == content
   assert all(content.startswith(before(text[:n], stop)) for n in range(len(text) + 1))
 
 
 def test_a_stop_string_may_end_a_tool_call():
-  assert message_of(CALL, None, 'hermes', 'x', ['</tool_call>'])['tool_calls'][0]['function']['name'] == 'add'
+  assert message_of(CALL, None, 'x', ['</tool_call>'])['tool_calls'][0]['function']['name'] == 'add'
 
 
 def test_a_message_has_the_calls_of_its_text():
-  message = message_of('Wait. ' + CALL, None, 'hermes', '7')
+  message = message_of('Wait. ' + CALL, None, '7')
   call = {'id': 'call_7_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
   assert message == {'role': 'assistant', 'content': 'Wait.', 'tool_calls': [call]}
-  assert message_of(CALL, 0, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
+  assert message_of(CALL, 0, '7') == {'role': 'assistant', 'content': CALL}
 
 
 def test_a_message_equals_itself_after_a_client_has_returned_it():
-  sent = message_of(CALL, None, 'hermes', '7')
+  sent = message_of(CALL, None, '7')
   returned = {
     **sent, 'refusal': None, 'annotations': [], 'audio': None, 'function_call': None,
     'tool_calls': [{**sent['tool_calls'][0], 'index': 0}],
@@ -99,7 +99,7 @@ def test_the_smaller_of_two_limits_counts(shorter, longer):
 
 
 def test_without_parallel_calls_a_message_has_the_first_call_only():
-  (call,) = message_of(f'Wait. {CALL}{CALL}', 1, 'hermes', '7')['tool_calls']
+  (call,) = message_of(f'Wait. {CALL}{CALL}', 1, '7')['tool_calls']
   assert call['id'] == 'call_7_0'
 
 

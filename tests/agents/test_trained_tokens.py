@@ -41,7 +41,7 @@ def test_branches_and_turns_on_the_engine(tmp_path, cache):
   recorded = Recorded(plain.config, plain.weights)
   with AgentPool(Program(f'{PROGRAMS}:edits', {}), SAMPLING, SAMPLING, 'tiny', 120.0) as pool:
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
-    source = AgentSource(row, Limits(8, 8, 32, 96), 4, ChatCodec(tokenizer), pool.release, 'hermes')
+    source = AgentSource(row, Limits(8, 8, 32, 96), 4, ChatCodec(tokenizer), pool.release)
     scheduler = Scheduler([recorded], pool, source, Rollout(prompts=2, group=ROWS // 2), time.monotonic, groups=2)
     trajectories = [t for group in scheduler.batch() for t in group.trajectories]
   assert recorded.load == 0

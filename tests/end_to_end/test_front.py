@@ -249,7 +249,7 @@ def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(fold
     given = {'test': rows(folder, 'test'), **SETTINGS, 'steps': 0, 'workdir': tmp_path / 'run'}
     caplog.clear()
     sprl.fit(folder / 'model', rows(folder, 'train'), reward, **given)
-    return [text for text in caplog.messages if 'changed' in text or 'no step is left' in text]
+    return [text for text in caplog.messages if 'changed' in text or 'steps are done' in text]
 
   def graded(value):
     if value:
@@ -263,10 +263,12 @@ def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(fold
 
     return own
 
-  nothing = f'no step is left: the run of {tmp_path}/run has its 0 steps (config.steps)'
+  nothing = f'{tmp_path}/run: all 0 steps are done; a larger config.steps continues the run'
   assert fit_with(graded(True)) == []
   assert fit_with(graded(True)) == [nothing]
-  changed = 'python:own has changed since the last start of this run: its steps are of both'
+  changed = (
+    'python:own has changed since an earlier start of this run: earlier steps used the old version, later steps use the new one'
+  )
   assert fit_with(graded(False)) == [changed, nothing]
 
 

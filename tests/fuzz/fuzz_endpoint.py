@@ -111,7 +111,7 @@ class Backend:
     *_, room = split(ids, SAMPLING)
     for n in range(3, len(self.text), max(3, len(self.text) // 5)):
       yield Partial(self.text[:n])
-    message = protocol.message_of(self.text, request.calls, 'hermes', '0', request.stop)
+    message = protocol.message_of(self.text, request.calls, '0', request.stop)
     finish = 'tool_calls' if 'tool_calls' in message else 'stop'
     yield Answer(message, finish, ids, list(range(min(room, request.max_tokens or room))), [-1.0], ['x'])
 

@@ -335,7 +335,7 @@ def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
   assert rows['dense'] | {'runs': '2', 'before': '0.250', 'score': '0.250'} == rows['dense']
   assert rows['dense']['95 % interval'] == f'{0.25 - half:.3f} to {0.25 + half:.3f}'
   assert (rows['sparse']['95 % interval'], rows['sparse']['step']) == ('0.900 to 1.100', '4')
-  assert [row['time of steps'] for row in rows.values()] == ['2 min 0 s', '4 min 0 s']
+  assert [row['time of steps'] for row in rows.values()] == ['2m 00s', '4m 00s']
   assert [row['mismatch (k3)'] for row in rows.values()] == ['0.5', '0.5']
 
 

@@ -285,7 +285,7 @@ def mismatch(old, roll, mask, A, c):
     m[f'rollout_rs_{option}_mean'] = np.mean(x)
     m[f'rollout_rs_{option}_masked_fraction'] = np.mean([not lo <= ratio_or_value(option, v) <= hi for v in out_of])
 
-  w, agreement = [min(x, c.cap) for x in rho], [math.exp(-abs(x)) for x in d]
+  w, agreement = [min(x, 2.0) for x in rho], [math.exp(-abs(x)) for x in d]
   below = lambda bound: np.mean([any(math.exp(old[b, t] - roll[b, t]) < bound for t in written(mask, b)) for b in rows])  # noqa: E731
   sparse = {
     'agreement_mean': np.mean(agreement),

@@ -433,3 +433,9 @@ def test_the_reference_and_the_entropy_outside_the_mask_may_be_anything(poison):
   value, gradient = jax.value_and_grad(objective_of)(new)
   np.testing.assert_allclose(value, expected, rtol=1e-9)
   assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize('variant', ['ppo', 'tis', 'topr', 'cispo', 'dppo_kl'])
+def test_a_bound_changes_no_loss_of_a_token_without_an_advantage(variant):
+  _, clipped = losses_of([0.1, 9.0], 0.0, Loss(variant=variant))
+  assert not clipped.any()

@@ -29,6 +29,7 @@ def test_equal_rewards_are_filtered_despite_rounding():
   world = World(Rollout(prompts=1, group=6, equal_groups='replace'))
   assert world.scheduler._filtered([0.1] * 6)
   assert not world.scheduler._filtered([0.1] * 5 + [0.2])
+  assert world.scheduler._filtered([0.1 + 0.2, 0.3])  # equal in float32, in which the learner compares them
   assert world.scheduler._filtered([])  # no reward is known
 
 

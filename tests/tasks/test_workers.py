@@ -18,7 +18,7 @@ from pools import alive, processes, until
 
 from sprl.config import SettingsError
 from sprl.tasks.worker_pool import WorkerDied
-from sprl.tasks.workers import ProcessWorker, RayWorker, starter, within
+from sprl.tasks.workers import ProcessWorker, RayWorker, starter, with_time_limit
 
 PROGRAM = """
 import threading
@@ -142,11 +142,11 @@ def test_a_forged_answer_costs_one_call(reply):
 
 
 def test_a_call_may_have_a_time_limit():
-  assert within(60.0, divmod, 7, 2) == (3, 1)
+  assert with_time_limit(60.0, divmod, 7, 2) == (3, 1)
   with pytest.raises(ZeroDivisionError):
-    within(60.0, divmod, 7, 0)
+    with_time_limit(60.0, divmod, 7, 0)
   with pytest.raises(TimeoutError):
-    within(0.01, time.sleep, 1.0)
+    with_time_limit(0.01, time.sleep, 1.0)
 
 
 def test_a_call_with_a_time_limit_that_fails_keeps_no_array_of_its_callers_alive():
@@ -154,7 +154,7 @@ def test_a_call_with_a_time_limit_that_fails_keeps_no_array_of_its_callers_alive
     array = Held()
     kept.append(weakref.ref(array))
     with suppress(ZeroDivisionError):
-      within(60.0, divmod, 7, 0)
+      with_time_limit(60.0, divmod, 7, 0)
 
   kept = []
   with no_collections():
