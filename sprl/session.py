@@ -40,7 +40,7 @@ from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
 from sprl.tasks.problems import digest
 from sprl.tasks.prompts import PromptStream
-from sprl.types import Trajectory
+from sprl.types import Trajectory, sampled_tokens
 
 log = logging.getLogger(__name__)
 

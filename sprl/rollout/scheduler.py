@@ -365,7 +365,7 @@ class Scheduler:
   def _filtered(self, rewards: Sequence[float]) -> bool:
     """Whether a group with these known rewards is replaced (docs/methods/async.md, Filters and failures)."""
     # in float32, as the learner compares them: sums of parts may differ in the last bit
-    return self.settings.equal_groups == 'replace' and len({*np.float32(rewards)}) < 2
+    return self.settings.equal_groups == 'replace' and len({*map(np.float32, rewards)}) < 2
 
   def _failed(self, member: Member, failure: Failure) -> None:
     """Start another attempt with other random numbers.
