@@ -173,7 +173,7 @@ def setup(
     for difference in write_config(workdir, chosen, may_change, defaults):
       log.warning('settings changed since this run began: %s', difference)
     sources, starts = graders.checksums(rollouts.rewards) | own, read_starts(workdir)['starts']
-    # the newest start that a step followed
+    # Earlier steps used the graders of the newest start that a step followed.
     known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
       log.warning(

@@ -1,8 +1,10 @@
-"""Tool calls in the text of a model, in the form of Hermes and Qwen models:
+"""Tool calls in the text of a model, in the form of Hermes and Qwen models.
 
-<tool_call>
-{"name": "add", "arguments": {"a": 1, "b": 2}}
-</tool_call>
+A call of add(1, 2), for example:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
 """
 
 import json

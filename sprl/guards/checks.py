@@ -337,7 +337,7 @@ CHECKS = (
   ),
   Check(
     'a step changes the policy much', 'policy/k3_kl', SOME, (0.0, 0.1),
-    'The last updates of a step train on answers of a policy that is already far away (this is the mean over its updates).',
+    'The last updates of a step train on answers of a policy that is far away. The value is the mean over all its updates.',
     (RATE, MINIBATCHES, EPOCHS), moves,
   ),
   Check(

@@ -13,7 +13,7 @@ host and packing needs the advantages there, so this file is numpy. It computes 
 float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -68,6 +68,14 @@ def estimator(settings: Advantage) -> Callable:
   if settings.estimator in ESTIMATORS:
     return ESTIMATORS[settings.estimator]
   return own_function('config.advantage.estimator', settings.estimator, ESTIMATORS)
+
+
+def equal_rewards(rewards: Iterable[float]) -> bool:
+  """Return whether a group's known rewards are equal in float32, in which `equal_groups` compares them; True if there are none.
+
+  Sums of the parts of a reward may differ in the last bit of float64.
+  """
+  return len({*map(np.float32, rewards)}) < 2
 
 
 def equal_groups(

@@ -34,8 +34,8 @@ def mismatch(
 ) -> Metrics:
   """Compare `logprobs.old` with `logprobs.sampler` over the tokens in `mask`, which the model wrote.
 
-  `weights` and `survivors` are what `weigh` and `reject` return. `weights` are of the same log-probs, but in bypass mode
-  `reinforce` weighs by the current policy. Means are over tokens, or over rows with
+  `weights` and `survivors` are what `weigh` and `reject` return for the same log-probs; in bypass mode the weights of
+  `reinforce` are of the current policy. Means are over tokens, or over rows with
   a token. Log ratios and KL estimates are in nats.
 
   rollout_corr/

@@ -114,7 +114,7 @@ def decode_work(
   """One decode step of `rows` sequences on each device, which holds the sampler weights of `held`.
 
   Of the experts, it reads those that a token chooses, if tokens choose independently and all experts equally often. Layers are
-  gathered over fsdp. Embeddings and head are not: their rows are (`transformer.Transformer`, `decode.logits`).
+  gathered over fsdp, embeddings and head are not: there the rows of the batch are (`transformer.Transformer`, `decode.logits`).
   """
   dtype, E, L, t = accelerator_dtype(run), config.hidden_size, config.num_layers, axes.tensor
   (H, K), b, head = axes.heads(config), dtype.itemsize, config.vocab_size * E // t

@@ -10,6 +10,7 @@ from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout
 from sprl.config import SettingsError
 from sprl.io.tokenizer import Tokenizer
+from sprl.objective.advantages import equal_rewards
 from sprl.objective.diagnostics import repetition
 from sprl.tasks.problems import Problem
 from sprl.types import Trajectory, sequences
@@ -99,9 +100,9 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   reward = np.array([t.reward for t in trajectories if t.reward_known])
   length = np.array([sum(s.mask.sum() for s in sequences(t)) for t in trajectories])
   turns = [t.metrics.get('agent/turns', max(len(t.rewards), 1)) for t in trajectories]
-  of_group: dict[int, set[np.float32]] = {t.group: set() for t in trajectories}
+  of_group: dict[int, list[float]] = {t.group: [] for t in trajectories}
   for t in trajectories:
-    of_group[t.group] |= {np.float32(t.reward)} if t.reward_known else set()
+    of_group[t.group] += [t.reward] if t.reward_known else []
   attended = np.concatenate([t.attended[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
   size = KVCache.bytes(layout, rows)
@@ -116,7 +117,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   return {
     'reward/mean': float(reward.mean()) if len(reward) else 0.0,
     'reward/std': float(reward.std()) if len(reward) else 0.0,
-    'reward/groups_equal': float(np.mean([len(rewards) < 2 for rewards in of_group.values()])),
+    'reward/groups_equal': float(np.mean([equal_rewards(rewards) for rewards in of_group.values()])),
     'completion/length_mean': float(length.mean()),
     'completion/length_max': float(length.max()),
     'completion/turns': float(np.mean(turns)),

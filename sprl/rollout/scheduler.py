@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from sprl.config import Rollout
 from sprl.foreign import kind_of
 from sprl.io.tokenizer import TokenizerError
+from sprl.objective.advantages import equal_rewards
 from sprl.rollout.dispatcher import Dispatcher
 from sprl.rollout.episodes import EpisodeError, Generate, Work
 from sprl.rollout.groups import Group, LiveGroup, Member
@@ -364,8 +363,7 @@ class Scheduler:
 
   def _filtered(self, rewards: Sequence[float]) -> bool:
     """Whether a group with these known rewards is replaced (docs/methods/async.md, Filters and failures)."""
-    # in float32, as the learner compares them: sums of parts may differ in the last bit
-    return self.settings.equal_groups == 'replace' and len({*map(np.float32, rewards)}) < 2
+    return self.settings.equal_groups == 'replace' and equal_rewards(rewards)
 
   def _failed(self, member: Member, failure: Failure) -> None:
     """Start another attempt with other random numbers.
