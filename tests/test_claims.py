@@ -513,6 +513,11 @@ def test_the_readme_has_the_seconds_and_the_accuracies_of_the_environments():
     assert re.search(f'{mean}( times as fast as running ahead alone)? \\((interval )?{low} to {high}\\)', readme), comparison
 
 
+def test_the_limits_count_the_experiments_that_have_not_run():
+  missing = [name for name in names() if not (command.SAVED / f'{name}.json').exists()]
+  assert f'**{len(missing)} of the {len(names())} experiments on' in (ROOT / 'docs/limits.md').read_text()
+
+
 def test_each_verdict_that_contradicts_a_paper_has_a_reason_and_no_other_has_one():
   for experiment in map(find, names()):
     records = command.saved(experiment)
