@@ -29,6 +29,6 @@ EXPERIMENT = Experiment(
     Claim('With token-level TIS the drop is at most 0.05.', 'FP8-RL', 'on par', (Comparison('tis@plain', 'full', -0.05),)),
   ),
   hours=3.5,
-  note='In `fp8_key_bias` the first difference was 0.16 with eight seeds. That is above the interval found here, so a drop of this '
-       'size was not found again. One seed of `tis@plain` (11) collapsed.',
+  note='In `fp8_key_bias` the first difference was 0.16 with eight seeds. That is above the interval found here, so a drop of '
+       'this size was not found again. One seed of `tis@plain` (11) collapsed.',
 )  # fmt: skip
