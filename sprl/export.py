@@ -39,6 +39,8 @@ def main() -> int:
   run = on_all_devices(resolve(read_located(workdir)))
   if _ADAPTER.value and not run.lora.rank:
     raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')
+  if _ADAPTER.value and flags.FLAGS['dtype'].present:
+    raise SettingsError('--dtype: expected none with --adapter: adapters are written in float32')
   if _PUSH.value is not None:
     hub.check_name(_PUSH.value)
   elif _PRIVATE.value:
@@ -53,13 +55,14 @@ def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
   from sprl.io.checkpoint import step_named
   from sprl.io.huggingface import check_apart, check_free
   from sprl.io.model_card import model_card
-  from sprl.learner.restore import export, export_adapter, restore, restore_trained
+  from sprl.learner.restore import check_saved, export, export_adapter, restore, restore_trained
   from sprl.model import Model
 
   if not team.leads:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
   step = step_named(workdir / 'checkpoints', _STEP.value)
-  if team.leads:  # before any device work: a folder in use or a missing token is found here
+  if team.leads:  # before any device work: a missing checkpoint, a folder in use or a missing token is found here
+    check_saved(workdir, step)
     check_free(out)
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)

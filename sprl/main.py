@@ -69,16 +69,19 @@ def _train(run: Run, team: 'Team') -> int:
   except StopRun as error:
     if team.leads:
       print(error, file=sys.stderr)
+    team.barrier()  # process 0 ends later, and would be ended by the status of the others before it can print the report
     return 3
-  if finished.completed and run.export:
-    model = finished.model
-    base = load_base(model, finished.base, run.model.path, 'float32')  # the precision in which adapters are merged
-    card = model_card(workdir, finished.step, model.folder, workdir.name)
-    export(model, network(finished.params, base), workdir / 'export', card=card, team=team)
-  if finished.completed and team.leads:
+  if not finished.completed:
+    return 0
+  if team.leads:
     with naming(workdir):
       report = closing_report(run, workdir, finished)
-    print(report)
+    print(report, flush=True)
+  if run.export:
+    model = finished.model
+    base = load_base(model, finished.base, run.model.path, 'float32')  # the precision in which adapters are merged
+    card = model_card(workdir, finished.step, model.folder, f'{workdir.name}/export')
+    export(model, network(finished.params, base), workdir / 'export', card=card, team=team)
   return 0
 
 

@@ -46,6 +46,9 @@ def define_config(argv: list[str]) -> None:
   config = default_config()
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.rows = 2048, 1024, 8
   config_flags.DEFINE_config_dict('config', config)
+  flag = flags.FLAGS['config']
+  flag.help = 'A setting, such as --config.cache.budget=512; sprl/config.py describes all of them.'
+  flag.default_as_str = None  # else --help prints the values of all settings
 
 
 def main() -> int:
@@ -92,11 +95,11 @@ def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: flo
   from sprl.agents.engine_thread import EngineBackend, EngineThread
   from sprl.agents.server import ServerThread, bound
 
-  stop = threading.Event()
-  for number in signal.SIGTERM, signal.SIGINT:
-    signal.signal(number, lambda *_: stop.set())
   held = bound(host, port, ('--host', '--port'))  # before the model loads, which can take minutes
   engine, tokenizer = open_engine(run)
+  stop = threading.Event()
+  for number in signal.SIGTERM, signal.SIGINT:  # until here a signal ends the process at once
+    signal.signal(number, lambda *_: stop.set())
   with EngineThread(engine, queue) as thread:
     app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path), token=access.token)
     with ServerThread(app, held, grace) as server:

@@ -38,6 +38,7 @@ from sprl.hooks import LedgerHook, after_step, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints, committed, newest_record
 from sprl.io.config_file import check_config, config_differences, read_config, write_config
 from sprl.io.files import local_folder
+from sprl.io.huggingface import WeightsError, check_free
 from sprl.io.metrics import RunLog, read_metrics
 from sprl.io.progress import Progress
 from sprl.io.provenance import provenance
@@ -167,6 +168,11 @@ def setup(
   workers, source, eval_set = rollouts.begin(stack.enter_context)
   check_evaluation_fits(run, model, eval_set)
   if team.leads:
+    if run.export:
+      try:
+        check_free(workdir / 'export')  # now, not after the last step
+      except WeightsError as error:
+        raise SettingsError(f'config.export = True: {error}') from None
     stack.enter_context(exclusive(workdir))
     if committed(workdir / 'checkpoints') != saved:
       raise SettingsError(f'--workdir={workdir}: another process has saved a checkpoint meanwhile; start the command again')
@@ -184,7 +190,7 @@ def setup(
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
-  learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
+  learner, state = open_learner(run, model, layout, checkpoints, done, rollouts, eval_set, origin, team)
   if changes := differences(state.before, {'how': eval_set.how(run)}):
     log.warning('evaluations do not compare with those of earlier starts of this run: %s', '; '.join(changes))
   if team.leads and state.step < done:  # the newest checkpoint is damaged
@@ -244,15 +250,15 @@ def open_learner(
   model: Model,
   layout: CacheLayout,
   checkpoints: Checkpoints,
+  done: int,
   rollouts: RolloutSetup,
   eval_set: EvalSet,
-  workdir: Path,
   origin: Origin | None,
   team: Team,
 ) -> tuple[Learner, RunState]:
   """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
 
-  Before the first step the weights are those of `origin`, if there is one.
+  `done` is the step of the newest checkpoint, or 0. Before the first step the weights are those of `origin`, if there is one.
 
   Compiles its programs before it loads any weights, because compilation takes memory too.
   """
@@ -260,8 +266,8 @@ def open_learner(
   abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
   base = model.base()
   update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
-  if (checkpoints.latest() or 0) < run.steps:
-    first = eval_set if checkpoints.latest() is None else None  # a new run begins with an evaluation
+  if done < run.steps:
+    first = None if done else eval_set  # a new run begins with an evaluation
     compile_programs(run, model, layout, update, abstract, base, first, team, rollouts.lengths)
   restored = checkpoints.restore(abstract)
   if restored is None:

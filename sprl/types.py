@@ -26,7 +26,7 @@ class Request:
   """One completion to sample.
 
   `given` follows the prompt: earlier turns of a conversation, or the tokens that an aborted request had drawn. A sampler that
-  evicts reads these tokens step by step, as if it had drawn them, so that its cache is the same as after drawing.
+  evicts reads these tokens as if it had drawn them, so that its cache is the same as after drawing.
 
   `keep` and `continues` save work and change no result: a turn of a conversation goes on from the cache of the turn before.
   """

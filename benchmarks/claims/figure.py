@@ -14,7 +14,7 @@ COLOURS = (ORANGE, BLUE, TEAL, PURPLE, GREEN, RED, OLIVE)
 MOST = 5  # panels in a row
 ENDS, LEGEND, ROW = 2.4, 0.8, 1.7  # inches
 SMALL_KL = 1e-3  # nats; the axis of a divergence is linear below, and logarithmic above
-STYLES = ('-', '--', ':', '-.', (0, (1, 3)))  # of the arms of a method
+STYLES = ('-', '--', ':', '-.', (0, (8, 2, 1, 2, 1, 2)))  # of the arms of a method
 
 
 def draw(experiment: Experiment, records: Records) -> None:

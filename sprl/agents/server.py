@@ -9,8 +9,6 @@ from starlette.applications import Starlette
 
 from sprl.config import SettingsError
 
-START_SECONDS = 30.0
-
 
 def bound(host: str = '127.0.0.1', port: int = 0, settings: tuple[str, str] = ('host', 'port')) -> socket.socket:
   """Return a socket that holds the port of `host`; 0: a free one. Raises SettingsError, which names `settings`, if it cannot."""

@@ -128,7 +128,7 @@ def _choose(layout, keys, values, layer, occupied, newest):
   )
   score, carried = _checked(method(settings.method).score(view, settings), layout, (K, S))
   if settings.scope != 'head':
-    score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
+    score = jnp.broadcast_to(psum(jnp.sum(score, axis=0), 'kv_heads'), score.shape)
   score = jnp.where((jnp.arange(S) < occupied - a) & ~jnp.isnan(score), score, -jnp.inf)  # NaN would be the largest
   best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
   window = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
@@ -142,7 +142,8 @@ def _checked(returned, layout, shape):
     described = ', '.join(f'{x.dtype}{list(x.shape)}' if hasattr(x, 'dtype') else str(x) for x in found)
     raise SettingsError(
       f'config.cache.method = {layout.settings.method!r}: its function returned {described}; expected a score [K, S] = '
-      f'{list(shape)} and {"stored numbers of this shape" if layout.carries else "None, because it stores no numbers"}'
+      f'{list(shape)} and {"stored numbers of this shape" if layout.carries else "None, because it stores no numbers"}, as '
+      'sprl.cache.eviction.Scored(score, carried)'
     )
   return returned
 

@@ -9,8 +9,8 @@
   tova_like  attention of the last query (called h2o in the R-KV repository)
 
 A score function sees one layer of one row. Slots with higher scores are kept. The newest `window` slots are always kept, so the
-method chooses among the old slots before them. Scores of other slots are finite but arbitrary. Slots without a key have no
-influence on a score, so S may be any number from n up.
+method chooses among the old slots before them. Scores of other slots are arbitrary. Slots without a key have no influence on a
+score, so S may be any number from n up.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The sampler's KV cache: a fixed number of slots for each row, evicted to a budget and stored in FP8 if the layout says so.
 
-A layer with a sliding window keeps a ring of its window instead, which the budget does not concern. Lengths, and the records of
-kept tokens and evictions, are of the full layers: those without a window.
+A layer with a sliding window keeps a ring of its window instead, to which the budget does not apply. Lengths, and the records of
+kept tokens and evictions, are those of the full layers, which have no window.
 
 Dense, sparse and FP8 caches are the same cache with another CacheLayout. A forward pass of T tokens per row goes
 

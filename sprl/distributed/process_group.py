@@ -209,7 +209,13 @@ def _limit_silence(connection: Connection, seconds: int) -> None:
 
 def _connect_to(address: tuple[str, int], key: bytes, process: int, purpose: str) -> tuple[Connection, str]:
   """Connect to process 0. Return the connection and the name of process 0."""
-  connection = Client(address, authkey=key)
+  try:
+    connection = Client(address, authkey=key)
+  except OSError as error:
+    raise SettingsError(
+      f'SPRL_COORDINATOR: process {process} cannot reach port {address[1]} of {address[0]}, which process 0 chose ({error}); '
+      'expected all ports to be open between the machines of a run'
+    ) from None
   connection.send((process, purpose, socket.gethostname()))
   return connection, _name(0, connection.recv())
 

@@ -43,6 +43,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io import files
 
 _log = logging.getLogger(__name__)
+SAVE_SECONDS = 7 * 24 * 3600  # for orbax to write a checkpoint: the watchdog, not a clock, finds processes that hang
 _DELETED = 'its run has deleted this checkpoint in the meantime, because it has saved newer ones'
 
 
@@ -83,7 +84,7 @@ class Checkpoints:
     self.folder = Path(folder).absolute()
     self._keep_last, self._team = keep_last, team
     # Without compression: zstd saves 7 % of float32 weights, but needs ten times the CPU time.
-    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False), timeout_secs=SAVE_SECONDS)
     self._thread = ThreadPoolExecutor(1, 'checkpoint')
     self._pending: Future[None] | None = None
     self._current: int | None = None  # the last step that this object committed or restored
@@ -112,7 +113,7 @@ class Checkpoints:
     if self._team.leads:
       self.folder.mkdir(parents=True, exist_ok=True)
       for leftover in self.folder.glob('tmp-*'):
-        shutil.rmtree(leftover)
+        _remove(leftover)
     draft = self.folder / f'tmp-{files.step_name(step)}'
     with _named(draft):
       self._orbax.save(draft / 'arrays', args=ocp.args.PyTreeSave(flat))
@@ -136,10 +137,6 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first, intact or not."""
     return committed(self.folder)
-
-  def latest(self) -> int | None:
-    """Return the newest committed step; None if there is none."""
-    return max(self.steps(), default=None)
 
   def restore(self, abstract: Any, step: int | None = None, partial: bool = False, cast: bool = False) -> Restored | None:
     """Read the newest intact checkpoint. Returns None if there is no checkpoint.
@@ -385,4 +382,12 @@ def _named(draft: Path) -> Iterator[None]:
 def _delete(folder: Path) -> None:
   doomed = folder.with_name(f'tmp-old-{folder.name}')
   files.rename(folder, doomed)
-  shutil.rmtree(doomed)
+  _remove(doomed)
+
+
+def _remove(folder: Path) -> None:
+  """Delete a folder that no restore reads. On network disks a file that is open cannot be deleted: the next save tries again."""
+  try:
+    shutil.rmtree(folder)
+  except OSError as error:
+    _log.warning('%s: cannot be deleted now (%s); the next save tries again', folder, error)

@@ -48,7 +48,7 @@ class RunLog:
   Args:
     workdir: the work directory.
     resume_step: the step of the checkpoint from which the run continues. Later lines and tables are dropped, as is an incomplete
-      last line. None drops everything.
+      last line. None: the run begins again. A log of an earlier start is then renamed, and its tables are dropped.
     trackers: open trackers, which get the same. `close` closes them. One that raises is logged once and gets no more calls.
 
   `evaluated` are the steps whose evaluations the log has.
@@ -62,6 +62,10 @@ class RunLog:
     found = _lines(path)
     if any(not isinstance(record.get('step'), int) or 'kind' not in record for _, record in found):
       raise LogError(f'{path}: not the log of a run; expected a --workdir without one')
+    if resume_step is None and any(record['kind'] == 'train' for _, record in found):
+      old = path.with_name(f'metrics_until_{max(record["step"] for _, record in found)}.jsonl')
+      files.rename(path, old)
+      _log.warning('%s: there is no checkpoint of these steps, so the run begins again; their log is now %s', path, old.name)
     kept = [(line, record) for line, record in found if record['step'] <= last]
     if (lost := last - sum(record['kind'] == 'train' for _, record in kept)) > 0:
       _log.warning('%s: damaged; the lines of %d of %d steps are missing. The weights are not affected', path, lost, last)

@@ -122,19 +122,26 @@ def _scores(q, k, allowed):
 
 
 def attention_share(
-  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S'], real: Bool[Array, 'B T']
+  allowed: Callable[[Any, Any, int], Bool[Array, 'B #K Q S']],
+  q: Float[Array, 'B T H D'],
+  k: Float[Array, 'B S K D'],
+  of_queries: Any,
+  real: Bool[Array, 'B T'],
 ) -> Float[Array, 'B K S']:
-  """Return the attention probability of each key, averaged over the heads of a group and summed over the `real` queries."""
+  """Return the attention probability of each key, averaged over the heads of a group and summed over the `real` queries.
+
+  The mask is made for one chunk of queries at a time: allowed(of_queries, None, S), as in `by_chunks`.
+  """
   B, T, _, D = q.shape
   queries = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, D), 1, 3)
 
   def chunk(total, queries):
-    q, allowed, real = queries
-    weights = jax.nn.softmax(_scores(q, jnp.swapaxes(k, 1, 2), allowed), axis=-1)
+    q, mine, real = queries
+    weights = jax.nn.softmax(_scores(q, jnp.swapaxes(k, 1, 2), allowed(mine, None, k.shape[1])), axis=-1)
     return total + jnp.einsum('bkgts,bt->bks', weights, real.astype(jnp.float32)) / weights.shape[2], None
 
   start = jnp.zeros((B, k.shape[2], k.shape[1]))
-  return jax.lax.scan(chunk, start, (_chunks(queries, 3), _chunks(allowed, 2), _chunks(real, 1)))[0]
+  return jax.lax.scan(chunk, start, (_chunks(queries, 3), _of_queries(of_queries), _chunks(real, 1)))[0]
 
 
 def _of_queries(tree):

@@ -34,8 +34,8 @@ def decode_attention(
   """Softmax attention over slots 0..length-1 of each row. The G = H/K queries of a group share one read of its slots.
 
   Keys and values may be FP8 codes, which are exact in q's dtype; `scales` (of k, of v) multiply the scores and the output.
-  `second` are further coordinates of the queries and the keys, W more than D: the second codes of keys. Their products are added
-  to q . k before the scale. A row of length 0 gives zeros.
+  `second` has W further coordinates of the queries and the keys: the second codes of keys. Their products are added to q . k
+  before the scale. A row of length 0 gives zeros.
   With `share`, the result includes the attention probability of each slot. `fp8_softmax` rounds the weights of the product with
   the values to e4m3 (sprl/kernels/fp8_softmax.py); `share` and `lse` are of the unrounded weights.
   """

@@ -64,7 +64,10 @@ def obstacle(q: Array | Shape, k: Array | Shape, second: Any, share: bool) -> st
   if not 64 <= D <= 256 or D * k.dtype.itemsize % 32:
     return f'heads are {D} wide: expected 64 to 256, and a multiple of 32 bytes in the cache'
   if S % 8:
-    return f'{S} slots (the longest sequence, or cache.budget + cache.interval) are not a multiple of 8'
+    return (
+      f'{S} slots are not a multiple of 8: config.sampling.max_prompt + config.sampling.max_tokens, or config.cache.budget + '
+      "config.cache.interval, or the model's sliding window"
+    )
   if second is not None and (second[1].dtype, second[1].shape[-1]) != (FP8, SECOND):
     return f'keys have {second[1].shape[-1]} second codes in {second[1].dtype}: expected {SECOND} in float8_e4m3fn'
   if launch(B * K, S, D, k.dtype, share, second is not None).stages == 0:

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt32
 
 from sprl.config import Optimizer
-from sprl.sharding.transfer import fetch
+from sprl.sharding.transfer import fetch, place
 
 ADAM_EPSILON = 1e-8
 
@@ -70,7 +70,7 @@ def left_out(opt_state: Any, updates: int) -> Any:
   def advanced(state):
     if not _is_schedule(state):
       return state
-    more = jax.device_put(np.int32(updates), state.count.sharding)
+    more = place(np.int32(updates), state.count.sharding)
     return state._replace(count=jax.jit(_add, out_shardings=state.count.sharding)(state.count, more))
 
   return jax.tree.map(advanced, opt_state, is_leaf=_is_schedule)

@@ -9,7 +9,7 @@ import numpy as np
 from sprl.cache.scales import Scales
 from sprl.config import Run, SettingsError
 from sprl.distributed.team import ALONE, Team
-from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
+from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored, committed, read_record
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
 from sprl.io.pretrained import transformers_path
@@ -57,6 +57,15 @@ def restore_trained(model: Model, workdir: Path, step: int | None = None, team: 
   if restored is None:
     raise CheckpointError(no_checkpoint(checkpoints.folder))
   return restored
+
+
+def check_saved(workdir: Path, step: int | None) -> None:
+  """Raise CheckpointError if a run has no checkpoint of `step`, or none at all. Reads no arrays."""
+  folder = workdir / 'checkpoints'
+  if step is not None:
+    read_record(folder, step)
+  elif not committed(folder):
+    raise CheckpointError(no_checkpoint(folder))
 
 
 def no_checkpoint(folder: Path) -> str:

@@ -262,7 +262,7 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     dense = dataclasses.replace(cache, budget=None)
     whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
     prefilled += together * kv_bytes(whole_layer)
-  plain = not layout.fp8_softmax and not any(layout.sliding_windows)
+  plain = not layout.fp8_softmax and not layout.accumulates and not any(layout.sliding_windows)
   scores = 0 if kernel_attends(config, run, plain) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0

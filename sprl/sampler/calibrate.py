@@ -1,8 +1,8 @@
 """Scales of an FP8 cache, renewed after every weight update unless they are frozen (docs/methods/fp8.md, eq. 8).
 
 Scales come from the largest |Q|, |K| and |V| of each layer. `quant.kv_scale` names the rule: what they are measured on, and their
-headroom. Before the first rollout all rules measure prompts. Except for `frozen` the values belong to one version of the weights.
-They are host arrays, so a checkpoint can store them.
+headroom. Before the first rollout all rules but `unit` measure prompts. Except for `frozen` the values belong to one version of
+the weights. They are host arrays, so a checkpoint can store them.
 """
 
 import dataclasses

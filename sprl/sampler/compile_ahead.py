@@ -23,8 +23,8 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequenc
   Args:
     config: the engine.
     weights: shapes, dtypes and shardings of its weights, as ShapeDtypeStruct.
-    asked: tokens of the prompts in the order of asking, as far as they are known. Only the program that reads the first of them
-      together is compiled, or that of the shortest bucket: which others are needed is not known.
+    asked: lengths of the prompts in the order in which they will be requested, if known. Prefill is compiled for the bucket of
+      the first batch, or for the shortest bucket: which other buckets are needed is not known.
   """
   sampling, mesh = config.sampling, config.mesh
   lengths = np.zeros(config.prefill, np.int32)

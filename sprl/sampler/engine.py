@@ -104,6 +104,7 @@ class Engine:
     free = gone & [all(chunk.rows[i] is not row for chunk in self._chunks) for i, row in enumerate(self._rows)]
     self._rows = [None if left else row for left, row in zip(free, self._rows)]
     self._release(free)
+    self._since = self._since if self.load else None
     return aborted
 
   def partial(self, uid: int) -> Int[np.ndarray, ' C'] | None:
@@ -129,7 +130,7 @@ class Engine:
     self.weights, self.version, self._prompts = weights, version, None
 
   def unload(self) -> None:
-    """Free the weights until the next `swap`, and the memory of rows and kept caches if no request runs or no cache is kept."""
+    """Free the weights until the next `swap`. Free the rows too if no request runs, and the kept caches if none is kept."""
     self._settle()
     self._kept.unload()
     self.weights = self._prompts = self._since = None
@@ -137,10 +138,10 @@ class Engine:
       self._state = None
 
   def dispatch(self) -> None:
-    """Fill free rows from the queue and start chunks up to `EngineConfig.in_flight`. Does nothing if no request waits or runs.
+    """Fill free rows from the queue and start chunks up to `EngineConfig.in_flight`. Starts none if no request waits or runs.
 
-    A chunk behind the first is started only if a request may outlast the chunks before it. Running rows wait for the new tokens
-    behind kept caches, and for one prefill at most.
+    A chunk behind the first is started only if a request may outlast the chunks before it. Running rows wait while new tokens
+    behind kept caches, and at most one batch of prompts, are read.
     """
     self._since = self._since or time.perf_counter()
     config, weights = self.config, self.weights
@@ -186,12 +187,12 @@ class Engine:
   def collect(self) -> list[Completion]:
     """Wait for the oldest chunk. Returns the requests that ended in it or whose text now contains a stop string."""
     finished, self._finished = self._finished, []
-    if not self._chunks:
-      return finished
-    finished += self._collect_chunk(self._chunks.popleft())
-    now = time.perf_counter()
-    self.usage.busy += now - (self._since or now)
-    self._since = now if self.load else None
+    if self._chunks:
+      finished += self._collect_chunk(self._chunks.popleft())
+      now = time.perf_counter()
+      self.usage.busy += now - (self._since or now)
+      self._since = now
+    self._since = self._since if self.load else None
     return finished
 
   def _settle(self) -> None:

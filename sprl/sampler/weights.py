@@ -23,7 +23,7 @@ from sprl.kernels.platform import can_run, chosen
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params, abstract_params, head_weight, logical_axes
 from sprl.quant import fp8
-from sprl.quant.block import BlockScaled, Emulated, cut_within_blocks, quantise
+from sprl.quant.block import FORMATS, BlockScaled, Emulated, cut_within_blocks, quantise
 from sprl.quant.dot import LowRank, dot, plain
 from sprl.quant.joined import Joined, Within, apart, join_all
 from sprl.sharding.rules import KEPT, Names, OnMesh, between_meshes, is_names, shardings
@@ -48,7 +48,7 @@ class SamplerWeights(NamedTuple):
 
 
 def same_weights(one: Quant, other: Quant) -> bool:
-  """Return whether sampler weights under these settings differ in nothing but the scales of an FP8 cache."""
+  """Return whether sampler weights under these settings differ in nothing but the scales of an FP8 cache; False if they may."""
   return one == other or not ('w8a8' in one.sampler or 'w8a8' in other.sampler)
 
 
@@ -107,8 +107,12 @@ def _cut(config: ModelConfig, quant: Quant, meshes: Iterable[Mesh | AbstractMesh
 
 
 def multiplies_codes(quant: Quant, kernels: Kernels) -> bool:
-  """Whether FP8 linears multiply codes, block by block. Otherwise they multiply the numbers that the codes stand for."""
-  return quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
+  """Whether FP8 linears multiply codes, block by block. Otherwise they multiply the numbers that the codes stand for.
+
+  `auto` does so where a kernel can run. The kernels take blocks of 128 x 128.
+  """
+  kernel = FORMATS[quant.format][:2] == (128, 128) and can_run(kernels)
+  return quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and kernel)
 
 
 def sampler_weights(

@@ -4,14 +4,18 @@ import json
 import sys
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.experimental import multihost_utils
 
 from sprl.config import Mesh, Task
 from sprl.distributed.process_group import join
 from sprl.io import huggingface
+from sprl.learner.optimizer import left_out
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.rollout.broadcast import BroadcastProblems
@@ -44,6 +48,11 @@ with join() as team:
     parked = park(placed)
     doubled = fetch({'x': jax.jit(lambda a: 2 * a)(placed)})['x']
   again = parked.back()
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  schedule = optax.ScaleByScheduleState(count=place(np.int32(3), everywhere))
+  # `device_put` would compare the number of all processes, on all devices: rollout devices would take part.
+  with jax.transfer_guard('disallow'), patch.object(multihost_utils, 'assert_equal', side_effect=AssertionError):
+    [after] = left_out((schedule,), 2)
 
   halves = [jax.sharding.Mesh(np.array([jax.devices()[n] for n in numbers]), 'a') for numbers in ((0, 2), (1, 3))]
   ours, theirs = (jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec('a')) for half in halves)
@@ -76,6 +85,7 @@ with join() as team:
     'back': bool(np.array_equal(fetch(again), x)) and again.sharding == placed.sharding,
     'moved': [moved.sharding == theirs, all(np.array_equal(np.asarray(s.data), x[s.index]) for s in moved.addressable_shards)],
     'lines': lines,
+    'left_out': int(fetch(after.count)),
     'problems': [problem.answer for problem in map(BroadcastProblems(ours, team).__getitem__, range(len(ours)))],
     'decided': team.broadcast('who', lambda: team.process),
   }

@@ -158,6 +158,7 @@ def test_each_process_reads_and_holds_its_share(tmp_path):
     assert told['doubled']
     assert told['back']
     assert told['decided'] == 0
+    assert told['left_out'] == 5
     assert told['parked'] == 8 * 3 * 4 / 2
     assert told['moved'] == [True, True]
   assert (one['rows'], other['rows']) == ([0, 2], [4, 6])

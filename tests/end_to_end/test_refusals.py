@@ -551,6 +551,14 @@ def test_a_work_directory_in_use_is_refused(inputs, tmp_path, monkeypatch):
     assert '--workdir' in refusal_of(run_with(inputs), tmp_path / 'run', monkeypatch)
 
 
+def test_files_in_the_way_of_the_export_are_found_before_the_first_step(inputs, tmp_path, monkeypatch):
+  (tmp_path / 'run' / 'export').mkdir(parents=True)
+  (tmp_path / 'run' / 'export' / 'notes.txt').write_text('mine')
+  said = refusal_of(run_with(inputs, export=True), tmp_path / 'run', monkeypatch)
+  assert 'config.export' in said
+  assert 'run/export' in said
+
+
 @pytest.mark.parametrize(('reset', 'said'), [('raise RuntimeError("no lake")', 'no lake'), ('return 42', 'returned a int')])
 def test_an_environment_with_a_faulty_reset_is_refused(inputs, tmp_path, monkeypatch, reset, said):
   (tmp_path / 'lake.py').write_text(f'class Lake:\n  def reset(self, seed):\n    {reset}\n  def step(self, action): ...\n')

@@ -55,3 +55,9 @@ def test_what_cannot_be_served_is_refused(model, flags, said):
   status, _, err = tiny.run('serve', *which, *flags)
   assert status == 2
   assert said in err
+
+
+def test_help_names_the_flags_without_the_values_of_all_settings():
+  _, out, _ = tiny.run('serve', '--help')
+  assert all(f'--{flag}: ' in out for flag in ('config', 'host', 'model', 'port', 'queue'))
+  assert 'temperature' not in out

@@ -135,6 +135,16 @@ def test_a_run_without_a_checkpoint_starts_its_log_again(open_log, tmp_path):
   log.evaluation(0, {'eval/pass@1': 0.0})
 
 
+def test_the_log_of_a_run_whose_checkpoints_are_gone_is_kept_under_another_name(open_log, tmp_path, caplog):
+  log_steps(open_log(tmp_path, None), 1, 4, 0.5)
+  before = (tmp_path / 'metrics.jsonl').read_bytes()
+  open_log(tmp_path, None)
+  assert read_metrics(tmp_path) == []
+  assert (tmp_path / 'metrics_until_4.jsonl').read_bytes() == before
+  assert 'there is no checkpoint of these steps' in caplog.text
+  assert 'metrics_until_4.jsonl' in caplog.text
+
+
 def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tmp_path):
   open_log(tmp_path, None).evaluation(0, {'eval/pass@1': 0.25})
   open_log(tmp_path, 0)

@@ -180,7 +180,7 @@ def test_attention_share_sums_the_real_queries(monkeypatch, H, masks, chunk):
   allowed[..., 1] = True  # every real query has a key
   real = np.arange(7) < np.array([[4], [7]])
   q[0, 4:] = 1e3  # padding
-  share = jax.jit(lambda *x: attention_share(*x))(q, k, allowed, real)
+  share = jax.jit(lambda *x: attention_share(lambda mine, _, keys: mine, *x))(q, k, allowed, real)
   weights = weights_by_hand(q, k, allowed) * real[:, :, None, None]
   expected = weights.reshape(2, 7, 2, H // 2, 9).mean(axis=3).sum(axis=1)
   np.testing.assert_allclose(share, expected, atol=2e-6)

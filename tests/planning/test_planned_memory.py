@@ -189,6 +189,17 @@ def test_prompts_longer_than_the_budget_are_planned_with_the_slots_of_rows_and_o
   assert prefill[512] - prefill[256] == 4 * ((512 - (256 + 128)) * slot - whole_layer)
 
 
+def test_prompts_under_h2o_are_planned_with_the_scores_of_the_reference():
+  """H2O sums the attention that each key of a prompt receives, which no kernel does."""
+
+  def prefill(method, kernels):
+    run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels=kernels))
+    return rollout_memory(QWEN, run, Cache(budget=512, method=method), Quant(), 4, MeshAxes()).prefill
+
+  assert prefill('h2o', 'mosaic_gpu') == prefill('h2o', 'reference')
+  assert prefill('rkv', 'mosaic_gpu') < prefill('rkv', 'reference')
+
+
 def test_kept_caches_of_conversations_are_counted():
   """A kept cache takes as much as a row's, plus the engine's rounding to whole parts of the rows."""
   talking = dataclasses.replace(RUN, task=dataclasses.replace(RUN.task, kind='environment', name='frozen_lake'))

@@ -375,3 +375,18 @@ def test_usage_counts_the_time_of_the_host_but_not_of_the_learner():
   engine.dispatch()
   engine.collect()
   assert 0 < engine.usage.busy - before < 0.5
+
+
+@pytest.mark.parametrize('all_of_them', [True, False])
+def test_usage_counts_no_time_after_the_last_request_is_aborted(all_of_them):
+  [request] = requests()[:1]
+  engine = engine_of(asked=[request])
+  engine.dispatch()
+  engine.abort(None if all_of_them else [request.uid])
+  engine.collect()
+  before = engine.usage.busy
+  time.sleep(0.5)
+  engine.add(request)
+  engine.dispatch()
+  engine.collect()
+  assert 0 < engine.usage.busy - before < 0.5

@@ -87,6 +87,17 @@ def test_codes_are_kept_where_a_kernel_multiplies_them(kernels, kind):
   assert getattr(w, 'kernels', 'auto') == kernels
 
 
+def test_auto_keeps_no_codes_in_a_format_that_no_kernel_multiplies():
+  found = {
+    arithmetic: shapes(1, quant=Quant(sampler='w8a8', format='mxfp8', arithmetic=arithmetic), kernels='mosaic_gpu').params[
+      'layers'
+    ][0]['mlp']
+    for arithmetic in ('auto', 'blockwise')
+  }
+  assert isinstance(found['auto']['down']['kernel'], Emulated)
+  assert isinstance(found['blockwise']['down']['kernel'], BlockScaled)
+
+
 @pytest.mark.parametrize(
   ('quant', 'words'),
   [

@@ -42,7 +42,7 @@ MEMORIES = {
   'filtered': (SPARSE, Quant(sampler='kv8')),
   'masked': (SPARSE, Quant(sampler='kv8')),
   'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
-  'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
+  'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulate')),
   'windows': (SPARSE, Quant(sampler='kv8')),
   'fixed': (replace(SPARSE, interval=5), Quant(sampler='kv8')),
   'layer': (Cache(budget=6, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
