@@ -7,8 +7,9 @@ to `Session.sync`: a second thread runs the scheduler while the loop's thread ru
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from sprl.tasks.prompts import PromptStream
 from sprl.types import Trajectory, sampled_tokens
 
 log = logging.getLogger(__name__)
+
+PACED = 8  # steps whose mean is the speed of rollouts that run ahead
 
 
 class Stopwatch:
@@ -125,6 +128,7 @@ class Session:
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
+  _drawn: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACED))  # tokens and seconds of the last steps
 
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
@@ -215,7 +219,10 @@ class Session:
     machine = self._machine(now - current.began)
     seconds = {**current.times.seconds, **self.learner.seconds, **current.seconds, **idle, **machine}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
-    rate = sampled_tokens(trajectories) / sum(seconds[part] for part in sampling)
+    self._drawn.append((sampled_tokens(trajectories), sum(seconds[part] for part in sampling)))
+    # A step of rollouts that run ahead may take groups that are complete already: alone, it would seem very fast.
+    tokens, taken = map(sum, zip(*self._drawn if self.run.rollout.async_ratio else [self._drawn[-1]]))
+    rate = tokens / taken
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:

@@ -302,6 +302,15 @@ def _settings(changes: Mapping[str, Any]) -> str:
   return ', '.join(f'{key} = {html.escape(str(value))}' for key, value in changes.items()) or 'the defaults'
 
 
+def reasons_of(experiment: Experiment) -> list[str]:
+  """Return the reasons for claims that do not hold. Claims with the same reason share a line."""
+  statements: dict[str, list[str]] = {}
+  for claim in experiment.claims:
+    if claim.reason:
+      statements.setdefault(claim.reason, []).append(claim.statement)
+  return [f'* {" ".join(several)} {reason}' for reason, several in statements.items()]
+
+
 def section(experiment: Experiment, records: Records) -> str:
   """Return the section of an experiment: question, design, note, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
@@ -324,7 +333,7 @@ def section(experiment: Experiment, records: Records) -> str:
     *(line(claim, experiment, records) for claim in experiment.claims),
     *unplanned(experiment, records),
   ]
-  if reasons := [f'* {claim.statement} {claim.reason}' for claim in experiment.claims if claim.reason]:
+  if reasons := reasons_of(experiment):
     lines += ['\nThese claims do not hold here. The likely reasons, claim by claim:\n', *reasons]
   lines.append(
     f'\n`python benchmarks/claims {experiment.name}`; [result](../benchmarks/results/claims/{experiment.name}.json).\n'

@@ -267,7 +267,10 @@ METRICS: dict[str, str] = {
   'time/queue': 'Mean time for which a request waited for a row.',
   'time/learner_idle': 'Share of the step in which the learner was idle.',
   'time/rollout_idle': 'Share of the step in which an engine was idle, averaged over engines.',
-  'time/tokens_per_second': 'Tokens that the model wrote, per second of rollout.',
+  'time/tokens_per_second': (
+    'Tokens that the model wrote, per second of rollout. With rollouts that run ahead: over the last eight steps, because a step '
+    'may take samples that were drawn during others.'
+  ),
   'time/mfu_update': (
     "Model FLOPs of the step's updates, over `time/update` and the peak of the learner's devices in the compute dtype. The "
     'recomputation in the backward pass does not count. Absent if the peak is not known, as on CPUs.'

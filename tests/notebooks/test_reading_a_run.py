@@ -57,7 +57,7 @@ def test_the_notebook_shows_rewards_lengths_mismatch_times_and_samples(tmp_path,
   text, pictures = execute(write_run(tmp_path / 'run', 4), monkeypatch)
   assert pictures == 6
   assert '4 steps of 4, seed 7' in text
-  assert 'after    4 updates: eval/high 0.600  eval/low 0.400  eval/pass@1 0.500' in text
+  assert 'after step    4: eval/high 0.600  eval/low 0.400  eval/pass@1 0.500' in text
   assert '| `rollout_corr/kl` | 0.5 | -0.1 to 0.1 | **look closer** |' in text
   assert 'steps with samples: [4]' in text
   assert 'It is 5.' in text
