@@ -217,7 +217,7 @@ def setup(
   if team.leads:
     resume_step = state.step if state.before else None  # the first evaluation, the first line, may be still to come
     run_log = RunLog(workdir, resume_step, [*open_trackers(run.log, workdir, resume_step), *trackers])
-    stack.callback(run_log.close)
+    stack.push(lambda kind, *_: run_log.close(failed=kind is not None))
     run_log.settings(settings.to_dict(run))
     earlier = [line for line in read_metrics(workdir) if line['kind'] == 'train']
   session = Session(

@@ -130,13 +130,13 @@ class RunLog:
     files.write_text(stem.with_suffix('.md'), f'# Samples of step {step}\n\n{samples_markdown(plain[:SHOWN])}')
     self._track(lambda tracker: tracker.table(step, 'samples', plain[:SHOWN]))
 
-  def close(self) -> None:
-    """Close the files and the trackers, also if the disk is full."""
+  def close(self, failed: bool = False) -> None:
+    """Close the files and the trackers, also if the disk is full. `failed`: the run ended with an error."""
     try:
       with files.naming(self._workdir / _METRICS):
         self._file.close()
     finally:
-      self._track(lambda tracker: tracker.close())
+      self._track(lambda tracker: tracker.close(failed))
       self._trackers = []
 
   def _append(self, line: dict[str, Any]) -> None:

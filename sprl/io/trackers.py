@@ -58,8 +58,8 @@ class Tracker(Protocol):
   def table(self, step: int, name: str, rows: Rows) -> None:
     """Log a table: `samples` (completions), or `ledger` (the mismatch by cause). Values are text, numbers or None."""
 
-  def close(self) -> None:
-    """End the tracker. Called once, also if the run fails."""
+  def close(self, failed: bool) -> None:
+    """End the tracker. Called once. `failed`: the run ended with an error, or a guard stopped it."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ class TensorBoard:
   def table(self, step: int, name: str, rows: Rows) -> None:  # noqa: D102
     self._events.add_text(name, _markdown(rows), step)
 
-  def close(self) -> None:  # noqa: D102
+  def close(self, failed: bool) -> None:  # noqa: D102
     if self._end is not None:
       self._add(self._end)
     self._events.close()
@@ -178,8 +178,8 @@ class WandB:
     data = [[row.get(key) for key in columns] for row in rows]
     self._run.log({name: self._wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
 
-  def close(self) -> None:  # noqa: D102
-    self._run.finish()
+  def close(self, failed: bool) -> None:  # noqa: D102
+    self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
@@ -229,8 +229,8 @@ class MLflow:
     self._client.log_text(self._id, _markdown(rows), f'{stem}.md')
     self._client.log_text(self._id, ''.join(json.dumps(dict(row)) + '\n' for row in rows), f'{stem}.jsonl')
 
-  def close(self) -> None:  # noqa: D102
-    self._client.set_terminated(self._id)
+  def close(self, failed: bool) -> None:  # noqa: D102
+    self._client.set_terminated(self._id, 'FAILED' if failed else 'FINISHED')
 
 
 def _markdown(rows: Rows) -> str:

@@ -39,8 +39,8 @@ class Recorder:
   def table(self, step, name, rows):
     self.calls.append(('table', step, name, [dict(row) for row in rows]))
 
-  def close(self):
-    self.calls.append(('close',))
+  def close(self, failed):
+    self.calls.append(('close', failed))
 
 
 def log_run(workdir, opened, first=1, last=3, resume_step=None, settings=SETTINGS):
@@ -76,7 +76,7 @@ def test_a_tracker_gets_every_record_in_order(tmp_path):
     ('histograms', 1, {'async/token_lag': [0, 0, 1]}),
     ('table', 1, 'samples', [ROW]),
     ('scalars', 1, {'eval/avg@k': 0.125}),
-    ('close',),
+    ('close', False),
   ]
 
 
@@ -111,7 +111,7 @@ def test_a_tracker_that_cannot_be_opened_is_logged_and_left_out(tmp_path, monkey
   opened = trackers_of(tmp_path, None, 'wandb', 'tensorboard')
   assert [type(tracker).__name__ for tracker in opened] == ['TensorBoard']
   assert 'tracker wandb failed' in caplog.text
-  opened[0].close()
+  opened[0].close(failed=False)
 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch):
@@ -301,6 +301,19 @@ def test_mlflow_has_the_metrics_the_settings_and_the_tables_and_continues_a_resu
   assert json.loads((folder / 'samples/step_000002.jsonl').read_text()) == ROW
   assert '| gap | -0.1 | 0.25 | 1.5 |' in (folder / 'ledger/step_000005.md').read_text()
   assert sum(json.loads((folder / 'histograms/ledger/gap/step_000001.json').read_text())['counts']) == 2
+
+
+def test_a_run_that_ended_with_an_error_has_failed_in_mlflow(tmp_path, monkeypatch):
+  pytest.importorskip('mlflow')
+  from mlflow.tracking import MlflowClient
+
+  monkeypatch.delenv('MLFLOW_TRACKING_URI', raising=False)
+  monkeypatch.setenv('MLFLOW_ALLOW_FILE_STORE', 'true')
+  [tracker] = trackers_of(tmp_path, None, 'mlflow', project='sums')
+  tracker.close(failed=True)
+  client = MlflowClient((tmp_path / 'mlruns').as_uri())
+  [run] = client.search_runs([client.get_experiment_by_name('sums').experiment_id])
+  assert run.info.status == 'FAILED'
 
 
 @pytest.mark.parametrize('name', ['tensorboard', 'wandb', 'mlflow'])
