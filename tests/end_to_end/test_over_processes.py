@@ -264,6 +264,16 @@ def test_adapters_are_trained_over_processes(inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_process_0_reports_the_guard_that_stops_a_run(inputs, tmp_path):
+  """All processes stop at the same step. Process 0, which also closes logs and checkpoints, is not ended before it reports."""
+  running = start(inputs, tmp_path / 'run', 2, 1, *DENSE, '--config.optimizer.learning_rate=1e30')
+  [(status, _, err), (other, _, said)] = finish(running)
+  assert (status, other) == (3, 3), err + said
+  assert 'stopped at step' in err
+  assert 'ended with status' not in err + said
+
+
+@pytest.mark.slow
 def test_a_run_over_processes_starts_from_another_and_exports_at_its_end(inputs, tmp_path):
   """The weights come from a run of one process. The export equals that of one process, bit for bit."""
   train(inputs, tmp_path / 'first', 1, 1, *DENSE, '--config.steps=2')
