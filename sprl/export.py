@@ -39,8 +39,8 @@ def main() -> int:
   run = on_all_devices(resolve(read_located(workdir)))
   if _ADAPTER.value and not run.lora.rank:
     raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')
-  if _ADAPTER.value and flags.FLAGS['dtype'].present:
-    raise SettingsError('--dtype: expected none with --adapter: adapters are written in float32')
+  if _ADAPTER.value and flags.FLAGS['dtype'].present and _DTYPE.value != 'float32':
+    raise SettingsError(f'--dtype={_DTYPE.value}: expected float32 with --adapter, in which adapters are written')
   if _PUSH.value is not None:
     hub.check_name(_PUSH.value)
   elif _PRIVATE.value:

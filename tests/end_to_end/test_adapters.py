@@ -165,3 +165,12 @@ def test_a_run_without_adapters_refuses_to_export_them(folder, tmp_path):
   status, out, err = tiny.run('export', f'--workdir={tmp_path}', f'--out={tmp_path / "x"}', '--adapter')
   assert (status, out) == (2, '')
   assert 'config.lora.rank = None' in err
+
+
+def test_adapters_are_not_exported_in_bfloat16(folder, tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(settings.to_dict(run(folder))))
+  flags = f'--workdir={tmp_path}', f'--out={tmp_path / "x"}', '--adapter', '--dtype=bfloat16'
+  assert tiny.run('export', *flags)[::2] == (
+    2,
+    'error: --dtype=bfloat16: expected float32 with --adapter, in which adapters are written\n',
+  )
