@@ -350,7 +350,8 @@ class Optimizer:
   if all advantages are 0. A minibatch without a group (rollout.equal_groups = 'skip') has no update.
   """
 
-  name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'  # optax optimiser
+  # optax optimiser; adafactor multiplies each step by the RMS of the weight, so it needs a larger learning rate than adamw
+  name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'
   learning_rate: float = 1e-6  # peak learning rate
   schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after the warm-up; linear and cosine fall to 0 over `steps`
   warmup_steps: int = 0  # updates of the linear warm-up; a step has minibatches * epochs updates

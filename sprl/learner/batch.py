@@ -117,10 +117,10 @@ def shape(
   pieces = rollout.prompts // minibatches * -(-n // members)
   per_row = T // (P + members * C)  # first-fit fills every row but the last with at least this many pieces
   rows = -(-pieces // per_row)
-  at_once = packing.rows if shards == 1 else min(packing.rows * shards, -(-rows // shards) * shards)
+  micros = -(-rows // (packing.rows * shards))
   return Shape(
-    micros=-(-rows // at_once),
-    rows=at_once,
+    micros=micros,
+    rows=-(-rows // (micros * shards)) * shards,  # as few as these microbatches need: padded rows cost as much as full ones
     tokens=T,
     sequences=rollout.prompts // minibatches * n,
     columns=C,
@@ -188,7 +188,8 @@ def pack(
   if len(rows) > shape.micros * shape.rows:
     raise RuntimeError(
       f'{len(rows)} rows of tokens do not fit into {shape.micros * shape.rows}: episodes of one group began differently, so they '
-      'could not share a prompt. Begin each from the seed of its group, or set config.packing.share_prefix = False'
+      'could not share a prompt. Begin each from the seed of its group, or start a run with config.packing.share_prefix = False '
+      '(--from continues from the weights of this one)'
     )
   for index, pieces in enumerate(rows):
     _fill_row(batch, shape, index, pieces, trajectories)

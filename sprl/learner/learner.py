@@ -249,7 +249,8 @@ def batch_shape(run: Run, model: Model) -> Shape:
 def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, base: Base | None) -> None:
   """Compile the learner's programs for a state of these shapes and shardings before the weights exist, which take memory too.
 
-  Does nothing where batches carry evictions or routes: the first update compiles then.
+  Does nothing where batches carry evictions or routes: the first update compiles then. The first step also compiles the scoring
+  of the reference model and the measurement of FP8 cache scales.
   """
   if run.masked_learner or run.model.router_replay != 'none':
     return

@@ -188,7 +188,8 @@ def update_work(
 
   # Counted in forward passes: an update is a forward pass, the gradients of inputs and of weights, and the recomputation.
   # Attention is two products forward and seven backward in the kernels, which compute two of them twice, or five.
-  updates, scorings = o.updates, o.minibatches * (needs_old_logprobs(run.correction, o.updates) + (run.loss.kl_coef > 0))
+  old = needs_old_logprobs(run.correction, o.updates) or run.model.router_replay == 'R2'
+  updates, scorings = o.updates, o.minibatches * (old + (run.loss.kl_coef > 0))
   again = updates * (run.model.remat == 'layer')
   passes, of_head = 3 * updates + again + scorings, 4 * updates + scorings
   kernel = kernel_attends(config, run, not run.masked_learner)

@@ -212,6 +212,10 @@ def test_sizes_by_hand():
     micros=3, rows=4, tokens=20, sequences=12, columns=6
   )
   assert shape(sampling, rollout, Packing(rows=2), 2) == Shape(micros=1, rows=2, tokens=32, sequences=6, columns=6)
+  # Fewer rows than a microbatch may have, and a number of rows that it does not divide: no microbatch has more than it needs.
+  assert shape(sampling, rollout, Packing(rows=8), 1) == Shape(micros=1, rows=4, tokens=32, sequences=12, columns=6)
+  five = Rollout(prompts=5, group=3)
+  assert shape(sampling, five, Packing(rows=4), 1) == Shape(micros=2, rows=3, tokens=32, sequences=15, columns=6)
   # Four rows: each of two shards has at most two rows at a time; half of eight shards have none.
   assert shape(sampling, rollout, Packing(rows=2), 1, 2) == Shape(micros=1, rows=4, tokens=32, sequences=12, columns=6, shards=2)
   assert shape(sampling, rollout, Packing(rows=1), 1, 2) == Shape(micros=2, rows=2, tokens=32, sequences=12, columns=6, shards=2)
