@@ -7,6 +7,7 @@ As sprl/tasks/worker_process.py, but calls have numbers and run at the same time
 import asyncio
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,13 +29,14 @@ def main(connection: int, lifeline: int) -> None:
 async def _serve(pool: Connection, service: Service) -> None:
   loop, running, closed = asyncio.get_running_loop(), {}, asyncio.Event()
 
-  async def answer(number: int, call: Any) -> None:
-    send(pool, [number, *await attempt_async(service, call)])
+  def answer(number: int, task: asyncio.Task) -> None:
     del running[number]
+    send(pool, [number, *((None, 'cancelled') if task.cancelled() else task.result())])  # cancelled before it began
 
   def received(number: int, call: Any) -> None:
     if call is not None:
-      running[number] = loop.create_task(answer(number, call))
+      running[number] = loop.create_task(attempt_async(service, call))
+      running[number].add_done_callback(partial(answer, number))
     elif number in running:
       running[number].cancel()
 

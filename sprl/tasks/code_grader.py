@@ -197,6 +197,7 @@ class Process:
   def __exit__(self, *_) -> None:
     self._ours.close()
     kill(self._process.pid)
+    self._process.kill()  # it may have left its group where the kernel filter does not run
     self._process.wait()
     self._folder.cleanup()
 

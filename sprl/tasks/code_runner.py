@@ -23,7 +23,7 @@ import socket
 import struct
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 FILE_BYTES = 1 << 24  # of one file, standard output included
@@ -145,15 +145,27 @@ def decoded(value: Any, of_number: Callable[[Any], Any]) -> Any:
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 
-_ARCHITECTURES = {  # audit number, system calls: fork and vfork where they exist, execve, execveat, socket, kill, tkill, tgkill,
-  # ptrace, process_vm_readv, process_vm_writev, unshare, setns, mount, pidfd_send_signal, io_uring_setup, pidfd_open, pidfd_getfd
-  'x86_64': (0xC000003E, (57, 58, 59, 322, 41, 62, 200, 234, 101, 310, 311, 272, 308, 165, 424, 425, 434, 438), 56),
-  'aarch64': (0xC00000B7, (221, 281, 198, 129, 130, 131, 117, 270, 271, 97, 268, 40, 424, 425, 434, 438), 220),
+_ARCHITECTURES = {  # audit number, refused system calls, numbers of those that are refused with some arguments. The refused ones:
+  # fork and vfork where they exist, execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, unshare, setns, mount,
+  # io_uring_setup, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, pidfd_getfd, setpgid,
+  # setsid
+  'x86_64': (
+    0xC000003E,
+    (57, 58, 59, 322, 41, 101, 310, 311, 272, 308, 165, 425, 62, 200, 234, 129, 297, 424, 434, 438, 109, 112),
+    {'clone': 56, 'prlimit64': 302, 'prctl': 157, 'fcntl': 72, 'ioctl': 16},
+  ),
+  'aarch64': (
+    0xC00000B7,
+    (221, 281, 198, 117, 270, 271, 97, 268, 40, 425, 129, 130, 131, 138, 240, 424, 434, 438, 154, 157),
+    {'clone': 220, 'prlimit64': 261, 'prctl': 167, 'fcntl': 25, 'ioctl': 29},
+  ),
 }
 _CLONE3, _CLONE_THREAD, _EPERM, _ENOSYS = 435, 0x10000, 1, 38
+_PARENT_DEATH = 1  # of prctl: the signal on the death of the parent
+_OWNERS = {'fcntl': (8, 10, 15), 'ioctl': (0x8901, 0x8902)}  # F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP: send signals
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # what a filter returns
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a filter
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in the data that a filter reads
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # places in the data that a filter reads
 
 
 def _confine(seconds: float, memory: int) -> None:
@@ -211,17 +223,28 @@ def _restrict_files(libc: ctypes.CDLL) -> None:
 
 def _filter() -> list[tuple[int, int, int, int]]:
   """The instructions (code, jump if true, jump if false, operand) of a seccomp filter: threads are allowed, processes are not."""
-  audit, refused, clone = _ARCHITECTURES[platform.machine()]
+  audit, refused, some = _ARCHITECTURES[platform.machine()]
+  refuse = (_RETURN, 0, 0, _ERRNO | _EPERM)
+
+  def refused_if(number: int, argument: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    tests = [each for value in values for each in ((_EQUAL, 0, 1, value), refuse)]
+    return [(_EQUAL, 0, len(tests) + 2, number), (_LOAD, 0, 0, argument), *tests, (_LOAD, 0, 0, _NUMBER)]
+
   lines = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
-  lines += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | _EPERM)]  # the x32 calls of x86_64
+  lines += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 calls of x86_64
   for number in refused:
-    lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
+    lines += [(_EQUAL, 0, 1, number), refuse]
+  lines += refused_if(some['prctl'], _FIRST_ARGUMENT, (_PARENT_DEATH,))
+  for name, commands in _OWNERS.items():
+    lines += refused_if(some[name], _SECOND_ARGUMENT, commands)
+  of_others = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), refuse, (_LOAD, 0, 0, _NUMBER)]  # 0: this process
+  lines += [(_EQUAL, 0, len(of_others), some['prlimit64']), *of_others]
   lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # glibc then uses clone, whose flags a filter can read
   lines += [
-    (_EQUAL, 0, 3, clone),
+    (_EQUAL, 0, 3, some['clone']),
     (_LOAD, 0, 0, _FIRST_ARGUMENT),
     (_ANY_BIT, 1, 0, _CLONE_THREAD),
-    (_RETURN, 0, 0, _ERRNO | _EPERM),
+    refuse,
   ]
   return [*lines, (_RETURN, 0, 0, _ALLOW)]
 

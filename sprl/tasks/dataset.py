@@ -17,6 +17,8 @@ A key without an entry reads the column with its own name. A conversation (`mess
 a message of the assistant. That message is the solution, and also the answer, if the data set has no columns for them.
 """
 
+import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -26,6 +28,8 @@ from sprl.config import SettingsError, Task
 from sprl.tasks.jsonl import check_messages, is_text
 from sprl.tasks.selection import ABSENT, at, parse_split, selected
 from sprl.tasks.tables import ENDINGS, Table
+
+log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r'([\w.-]+/[\w.-]+|[\w-]+)(?::([\w.-]+))?')
 _REVISIONS = (None, 'refs/convert/parquet')  # the second: data sets in other formats, as the hub converts them
@@ -172,7 +176,10 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
   except Exception as error:  # the hub's client raises errors of several libraries
     for folder in _cached(huggingface_hub.snapshot_download, repository):
       if files_by_split(listed := _listed(folder), config):
-        return tuple(folder / each for each in _found(task, split, listed, config, hub=True))
+        with contextlib.suppress(SettingsError):  # the cache has the splits only that were used; the hub may have others
+          found = _found(task, split, listed, config, hub=True)
+          log.warning('%s: read from the cache, because the hub gives an error (%s: %s)', task.path, type(error).__name__, error)
+          return tuple(folder / each for each in found)
     raise SettingsError(
       f'config.task.path = {task.path!r}: no such file or folder, and the Hugging Face hub does not provide it '
       f'({type(error).__name__}: {error})'

@@ -270,13 +270,14 @@ def _reasoning_gym(spec: GraderSpec) -> Grader:
 def math(prompt: str, completion: str, answer: str) -> float:
   """Return 1 if the last box equals the answer mathematically; without a box, if the text or its last expression does.
 
-  Boxes with only `,`, `and` or `or` between them are one answer. A letter is also read from `Answer: C` or `(C)` at the end.
+  Boxes with only `,`, `and` or `or` between them are one answer. If the answer is a letter, it is also read from `(C) 5` in a
+  box, and without a box from `Answer: C`, `The correct option is C` or `(C)` in the last line.
   """
   boxed = ', '.join(last_boxes(completion)) or None
   if boxed is not None and (value := number(_plain(boxed))) is not None and value == number(answer):
     return 1.0
-  if boxed is None and (letter := _LETTER.fullmatch(answer.strip())) and (chosen := _choice(completion)):
-    return float(chosen == letter[1])
+  if (letter := _letter(answer)) and (chosen := _choice(completion) if boxed is None else _letter(boxed)):
+    return float(chosen == letter)
   return float(_same_mathematics(boxed, completion, answer))
 
 
@@ -316,7 +317,15 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
   import math_verify
 
   parse = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-  readings = [rf'\boxed{{{boxed}}}'] if boxed else [text] if _PROSE.search(text) else [rf'\boxed{{{text.strip()}}}', text]
+  if len(boxed or '') > _LONG or (_is_endless(boxed or text) and not _is_endless(answer)):
+    return False
+  readings = (
+    [rf'\boxed{{{boxed}}}']
+    if boxed
+    else [text]
+    if len(text) > _LONG or _PROSE.search(text)
+    else [rf'\boxed{{{text.strip()}}}', text]
+  )
   wanted = parse(rf'\boxed{{{_bare(answer)}}}')
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)
 
@@ -325,6 +334,17 @@ def _choice(completion: str) -> str | None:
   """Return the letter that the last line of a completion gives: after `answer`, or alone. None if it names several."""
   chosen = _CHOICE.fullmatch(completion.rstrip().rpartition('\n')[2][-200:])
   return None if chosen is None or _OTHER_CHOICE.search(chosen[2] or '') else chosen[1] or chosen[3]
+
+
+def _letter(text: str) -> str | None:
+  """Return the letter of a choice that a short text gives, with or without what the choice says: `C`, `(C) 5`, `C. Paris`."""
+  found = _LETTER.fullmatch(_LATEX_TEXT.sub(r'\1', text).strip())
+  return None if found is None else found[1] or found[2]
+
+
+def _is_endless(text: str) -> bool:
+  """Whether a text has a tower of powers that takes too long to compute."""
+  return any(more or len(low) > 4 or int(low) ** min(int(high[:2]), 20) > 10_000 for low, high, more in _TOWER.findall(text))
 
 
 def _bare(answer: str) -> str:
@@ -354,7 +374,7 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
   r'\b(and|or|to|plus|minus|times|over|half|halves|thirds?|dozens?|hundreds?|thousands?|millions?|billions?|trillions?|pi|squared|'
   r'cubed)\b', re.IGNORECASE
 )  # fmt: skip
-_LATEX_TEXT = re.compile(r'\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}')
+_LATEX_TEXT = re.compile(r'\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
 _FORMULA = re.compile(r'[\\^]|(?<=[0-9)}])\s*/')
 _SEPARATED = re.compile(r'(?<=[0-9])(?:\{,\}|,?\\[!,;: ])\s*(?=[0-9]{3}(?![0-9]))')  # thousands in LaTeX
 _HUGE = re.compile(r'\^[^}]*\^|\^\s*\{?\s*[0-9]{4}|[0-9]{4}\s*!|!\s*!')  # a number that may have no end
@@ -362,10 +382,18 @@ _JOINT = re.compile(r'(?:,|;|and|or|, ?and|, ?or)(?: ?[A-Za-z] ?=)?')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`
 _ANSWER = re.compile(r'(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*', re.IGNORECASE)
-_LETTER = re.compile(r'(?:\\text\{)?\(?([A-J])\)?\}?\.?')  # an answer that is the letter of a choice
-_CHOICE = re.compile(r'.*?\b(?i:answer)\b[\s*_]*(?i:is|:)[\s*_:]*\(?([A-J])(?:[.,:;)*_](.*))?|[\s*_]*\(?([A-J])[.)*_]*')
+_LETTER = re.compile(  # `(C)`, `(C) 5`, `C. 5`; not `(A) \cup B`
+  r'(?i:(?:option|choice)\s+)?(?:\(([A-J])\)(?:\\?[\s~]+(?![-+*/=<>]|\\(?:cup|cap|times|cdot|to|leq?|geq?|neq?|pm|in)\b).*|[.:].*)?|'
+  r'([A-J])(?:[.:)].*)?)', re.DOTALL
+)  # fmt: skip
+_CHOICE = re.compile(
+  r'.*?\b(?i:answer|option|choice)\b[\s*_]*(?i:is|:)[\s*_:]*(?i:(?:option|choice)\s+)?\(?([A-J])(?:[.,:;)*_](.*))?|'
+  r'[\s*_]*\(?([A-J])[.)*_]*'
+)
 _OTHER_CHOICE = re.compile(r'\b(?i:answer|choice|option)\W+(?:(?i:is)\W+)?[A-J]\b')
-_PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
+_LONG = 1000  # characters of the longest expression: reading one takes a millisecond per character
+_TOWER = re.compile(r'\^\s*\{?\s*([0-9]+)\s*\^\s*\{?\s*([0-9]+)(\s*\^)?')  # powers of powers
+_PROSE = re.compile(r'(?<![A-Za-z])[A-Za-z]{2,}+\s+[A-Za-z]{2}|\n')  # two words, or two lines
 
 
 def final_answer(completion: str, answer: str) -> str:
@@ -388,7 +416,7 @@ def _is_formula(text: str) -> bool:
 
 def marked(text: str) -> str | None:
   """Return the line after the last `####`, or None. A Markdown heading that starts with a word is no such line."""
-  lines = (after.strip().partition('\n')[0].strip('*_ ') for after in text.split('####')[1:])
+  lines = (after.strip().partition('\n')[0].strip('*_` ').lstrip('~') for after in text.split('####')[1:])
   *_, last = [None, *(line for line in lines if not _HEADING.match(line))]
   return last
 

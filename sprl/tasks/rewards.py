@@ -100,13 +100,17 @@ def for_groups(function: Callable[..., Any], columns: Collection[str]) -> GroupG
 
 def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
   """Whether a function takes (prompt, completion, answer) under other names, so that it is called by position."""
-  if any(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL) for p in parameters.values()):
+  if any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values()):
     return True
+  if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
+    named = [name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return not any(name in known and name != place for name, place in zip(named, _ORDER))
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
   named = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
   named = named or required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
   keyword_only = any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required)
-  return len(required) == len(_ORDER) and not named and not keyword_only
+  all_known = all(name in known for name in required)
+  return len(required) == len(_ORDER) and not named and not keyword_only and not all_known
 
 
 def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:

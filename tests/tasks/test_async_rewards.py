@@ -144,6 +144,17 @@ def test_a_cancelled_call_leaves_the_others(tmp_path):
     assert answers(pool, *samples('fine', 'fine')) == [Grade(1.0, 'ok')] * 2
 
 
+def test_a_call_that_is_cancelled_before_it_begins_leaves_the_others(tmp_path, monkeypatch):
+  """While another call blocks the loop, a call and its cancellation arrive together."""
+  monkeypatch.setattr(async_workers, 'GRACE', 1.5)
+  with grader_pool(rewards(tmp_path), 4, 30.0, 4.0) as pool:
+    before = answers(pool, *samples('pid'))
+    pool.submit(samples('block 0.5')[0])
+    pool.cancel(pool.submit(samples('sleep 60')[0]))
+    time.sleep(2.0)
+    assert answers(pool, *samples('pid')) == before
+
+
 def test_an_async_groupwise_reward(tmp_path):
   with grader_pool(rewards(tmp_path, 'rank'), None, 30.0, 4.0) as pool:
     assert answers(pool, Group(tuple(samples('a', 'bb')))) == [[Grade(1.0, 'ok'), Grade(2.0, 'ok')]]

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import math
+import platform
 import subprocess
 import sys
 import tempfile
@@ -166,6 +167,7 @@ HACKS = {
   'a huge value': 'def gap(v): return "x" * (1 << 24)',
   'deep nesting': 'def gap(v):\n  x = []\n  for _ in range(100000): x = [x]\n  return x',
   'a fork bomb': 'import os\nwhile True: os.fork()',
+  'a process that leaves its group': 'import os, time\nos.setpgid(0, os.getpgid(os.getppid()))\ntime.sleep(4243)',
   'a child that outlives': "import subprocess\nsubprocess.Popen(['sleep', '4243'])\ndef gap(v): return 3",
   'another program': "import os\nos.execv('/bin/true', ['true'])",
   'the network': "import socket\nsocket.create_connection(('127.0.0.1', 9))\ndef gap(v): return 3",
@@ -216,11 +218,22 @@ def test_code_that_is_wrong_cannot_pass(hack):
   assert not processes('sleep\x004243')
 
 
+RAW = """libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+  if libc.syscall(*arguments) < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+"""
 FORBIDDEN = {
   'a process': 'os.fork()',
   'another program': "os.execv('/bin/true', ['true'])",
   'a socket': 'socket.socket()',
   'a signal': 'os.kill(os.getppid(), 0)',
+  'a queued signal': 'call(SYS_QUEUE, os.getppid(), 0, bytes(128))',
+  'a signal when a pipe is ready': 'fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())',
+  'another signal for a pipe': 'fcntl.fcntl(0, 10, 9)',
+  'limits of the grader': 'resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)',
+  'another process group': 'os.setpgid(0, os.getpgid(os.getppid()))',
+  'a session': 'os.setsid()',
+  'a life after the grader': 'call(SYS_PRCTL, 1, 0, 0)',
   'more memory': 'resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))',
   'a namespace': 'os.unshare(os.CLONE_NEWUSER)',
 }
@@ -229,7 +242,10 @@ FORBIDDEN = {
 @pytest.mark.skipif(sys.platform != 'linux', reason='the kernel refuses processes, signals and sockets on Linux only')
 @pytest.mark.parametrize('call', FORBIDDEN)
 def test_the_kernel_refuses_what_code_may_not_do(call):
-  code = f'import os, resource, socket\ndef f():\n  try: {FORBIDDEN[call]}\n  except (OSError, ValueError) as e: return str(e)'
+  numbers = {'x86_64': (129, 157), 'aarch64': (138, 167)}[platform.machine()]
+  tried = FORBIDDEN[call].replace('SYS_QUEUE', str(numbers[0])).replace('SYS_PRCTL', str(numbers[1]))
+  body = f'def f():\n  try: {tried}\n  except (OSError, ValueError) as e: return str(e)'
+  code = f'import ctypes, fcntl, os, resource, socket\n{RAW}{body}'
   assert score(code, {'test_list': ['assert "not permitted" in f() or "not allowed" in f()']}) == 1
 
 

@@ -332,7 +332,7 @@ def test_a_data_set_of_another_format_is_read_from_the_hubs_conversion(monkeypat
   assert said[-1][2:4] == ('refs/convert/parquet', [wanted])
 
 
-def test_without_the_hub_its_cache_is_used(monkeypatch, tmp_path):
+def test_without_the_hub_its_cache_is_used(monkeypatch, tmp_path, caplog):
   def unreachable(*_, **__):
     raise OSError('no route to host')
 
@@ -340,6 +340,8 @@ def test_without_the_hub_its_cache_is_used(monkeypatch, tmp_path):
   hub(monkeypatch, tmp_path, {})
   monkeypatch.setattr(huggingface_hub, 'HfApi', lambda: SimpleNamespace(list_repo_files=unreachable))
   assert asked(load('some/name')) == EXPECTED
+  assert 'some/name: read from the cache, because the hub gives an error (OSError: no route to host)' in caplog.text
+  assert 'no route to host' in refused('some/name', 'test')  # the cache has a split that was used, `train`
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
   assert "config.task.path = 'some/name': no such file or folder, and the Hugging Face hub" in (said := refused('some/name'))
   assert 'no route to host' in said

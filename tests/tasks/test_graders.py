@@ -48,6 +48,29 @@ from sprl.tasks.rewards import Sample
     *(
       (completion, 'C', 1) for completion in ('Answer: C', 'so\nThe answer is **(C)**.', '(C)', 'Answer: C. Paris', r'\boxed{C}')
     ),
+    *(
+      (rf'\boxed{{{box}}}', 'C', 1)
+      for box in ('C.', 'C. 5', 'C) 5', 'C: 5', r'\text{(C) } 5', r'\textbf{(C)}\ 5', r'\text{Option C}', r'\mathrm{C}')
+    ),
+    *(
+      (f'So it is so.\n{said}', 'C', 1)
+      for said in (
+        'The correct choice is (C).',
+        'Correct option: C',
+        'Therefore, the correct option is C.',
+        'The answer is option C.',
+      )
+    ),
+    (r'\boxed{C}', r'\textbf{(C)}\ 5', 1),
+    *((rf'\boxed{{{box}}}', 'C', 0) for box in (r'(B)\ 5', 'C, D', 'C + 1', r'(C) \cup (D)', r'(C) + 1', 'CD', '(C)(D)')),
+    ('The option is A or C.', 'C', 0),
+    (r'\boxed{9^{9^{9}}}', '18', 0),  # without the computation of the power
+    ('The answer is $9^{9^9}$.', '18', 0),
+    (r'\boxed{2^{2^{2^{2^2}}}}', '18', 0),
+    (r'\boxed{2^{2^3}}', '256', 1),
+    (r'\boxed{x^2+y^2}', 'y^2+x^2', 1),
+    (r'\boxed{10^{1000}}', '10^{1000}', 1),
+    ('a' * 40_000, '18', 0),
     ('Answer: B', 'C', 0),
     ('The answer is A cat', 'A', 0),
     *(
@@ -87,6 +110,8 @@ def test_scores_of_math(completion, answer, score):
     ('##### 2. Income\n$\\boxed{18}$', '18', 1),
     ('#### **Answer**\n18', '18', 1),
     ('#### **18**', '18', 1),
+    ('#### `18`', '18', 1),
+    ('#### ~18', '18', 1),
     ('#### 18 km/h', '18', 1),
     ('#### 18 (per day)', '18', 1),
     ('#### 18 million', '18', 0),

@@ -54,6 +54,9 @@ def test_three_other_names_are_the_prompt_the_completion_and_the_answer(function
 
 def test_a_column_goes_before_a_call_by_position():
   assert for_samples(lambda prompt, completion, level: level, ROW)(SAMPLE) == 3
+  assert for_samples(lambda level, completion, answer: (level, completion, answer), ROW)(SAMPLE) == (3, 'seven', '7')
+  assert for_samples(lambda hint, level, answer: (hint, level, answer), ROW)(SAMPLE) == ('count', 3, '7')
+  assert for_samples(lambda completion, *args, **kwargs: completion, ROW)(SAMPLE) == 'seven'
 
 
 def test_an_unknown_third_name_is_an_error_and_not_the_answer():
