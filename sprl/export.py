@@ -61,9 +61,9 @@ def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
   if not team.leads:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
   step = step_named(workdir / 'checkpoints', _STEP.value)
-  if team.leads:  # before any device work: a missing checkpoint, a folder in use or a missing token is found here
-    check_saved(workdir, step)
+  if team.leads:  # before any device work: a folder in use, a missing checkpoint or a missing token is found here
     check_free(out)
+    check_saved(workdir, step)
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)
   model, name = Model.open(run), _PUSH.value or out.absolute().name
