@@ -140,8 +140,8 @@ class Task:
 class Sampling:
   """How a token is drawn, and when a completion ends.
 
-  Training records the tokens that top_k, top_p and min_p keep. With such a filter, the vocabulary may
-  have at most 8,192 tokens, or top_k is at most 256.
+  Training records the tokens that top_k, top_p and min_p keep. With such a filter, the vocabulary may have at
+  most 8,192 tokens, or top_k is at most 256.
   """
 
   temperature: float = 1.0  # divides the logits; training needs a value above 0

@@ -190,7 +190,7 @@ def setup(
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
-  learner, state = open_learner(run, model, layout, checkpoints, done, rollouts, eval_set, origin, team)
+  learner, state = open_learner(run, model, layout, checkpoints, saved, rollouts, eval_set, origin, team)
   if changes := differences(state.before, {'how': eval_set.how(run)}):
     log.warning('evaluations do not compare with those of earlier starts of this run: %s', '; '.join(changes))
   if team.leads and state.step < done:  # the newest checkpoint is damaged
@@ -250,7 +250,7 @@ def open_learner(
   model: Model,
   layout: CacheLayout,
   checkpoints: Checkpoints,
-  done: int,
+  saved: Sequence[int],
   rollouts: RolloutSetup,
   eval_set: EvalSet,
   origin: Origin | None,
@@ -258,7 +258,7 @@ def open_learner(
 ) -> tuple[Learner, RunState]:
   """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
 
-  `done` is the step of the newest checkpoint, or 0. Before the first step the weights are those of `origin`, if there is one.
+  `saved` are the steps of the checkpoints. Before the first step the weights are those of `origin`, if there is one.
 
   Compiles its programs before it loads any weights, because compilation takes memory too.
   """
@@ -266,8 +266,8 @@ def open_learner(
   abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
   base = model.base()
   update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
-  if done < run.steps:
-    first = None if done else eval_set  # a new run begins with an evaluation
+  if max(saved, default=0) < run.steps:
+    first = None if saved else eval_set  # a new run begins with an evaluation
     compile_programs(run, model, layout, update, abstract, base, first, team, rollouts.lengths)
   restored = checkpoints.restore(abstract)
   if restored is None:

@@ -28,7 +28,7 @@ from sprl.cache.row_blocks import take_rows
 from sprl.kernels.append import CodeForm, Projected, append, runs
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
-from sprl.kernels.packed_attention import Visible, packed_attention, seen
+from sprl.kernels.packed_attention import Visible, chunk_mask, packed_attention
 from sprl.quant import fp8
 from sprl.sharding.rules import local
 
@@ -234,7 +234,7 @@ def _attend_many(layer, cache, step, q):
   visible = Visible.up_to(slot)
   if held.carried is not None and layout.accumulates:
     real = jnp.arange(q.shape[1]) < step.count[:, None]
-    held = dataclasses.replace(held, carried=held.carried + attention_share(seen, q, k, visible, real))
+    held = dataclasses.replace(held, carried=held.carried + attention_share(chunk_mask, q, k, visible, real))
   out = packed_attention(q, k, v, visible, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
   return out, cache.with_layer(layer, held)
 

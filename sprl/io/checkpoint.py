@@ -43,7 +43,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io import files
 
 _log = logging.getLogger(__name__)
-SAVE_SECONDS = 7 * 24 * 3600  # for orbax to write a checkpoint: the watchdog, not a clock, finds processes that hang
+_SAVE_SECONDS = 7 * 24 * 3600  # for orbax to write a checkpoint: the watchdog, not a clock, finds processes that hang
 _DELETED = 'its run has deleted this checkpoint in the meantime, because it has saved newer ones'
 
 
@@ -84,7 +84,7 @@ class Checkpoints:
     self.folder = Path(folder).absolute()
     self._keep_last, self._team = keep_last, team
     # Without compression: zstd saves 7 % of float32 weights, but needs ten times the CPU time.
-    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False), timeout_secs=SAVE_SECONDS)
+    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False), timeout_secs=_SAVE_SECONDS)
     self._thread = ThreadPoolExecutor(1, 'checkpoint')
     self._pending: Future[None] | None = None
     self._current: int | None = None  # the last step that this object committed or restored

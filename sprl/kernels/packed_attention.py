@@ -136,11 +136,11 @@ def reference(
 ) -> Float[Array, 'B T H D']:
   """Return `packed_attention` computed in jnp: the kernel's reference."""
   if evictions is None:
-    return by_chunks(seen, q, k, v, visible.narrowed(), None, fp8_softmax)
+    return by_chunks(chunk_mask, q, k, v, visible.narrowed(), None, fp8_softmax)
   return by_chunks(_held, q, k, v, (visible.narrowed(), evictions.positions), evictions.evicted, fp8_softmax)
 
 
-def seen(visible: Visible, _: None, keys: int) -> Bool[Array, 'B 1 Q S']:
+def chunk_mask(visible: Visible, _: None, keys: int) -> Bool[Array, 'B 1 Q S']:
   """Return the mask of a chunk of queries, for `by_chunks`. `visible` has no window."""
   return visible.mask(keys)
 

@@ -23,7 +23,7 @@ import socket
 import struct
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 FILE_BYTES = 1 << 24  # of one file, standard output included
@@ -226,26 +226,19 @@ def _filter() -> list[tuple[int, int, int, int]]:
   audit, refused, some = _ARCHITECTURES[platform.machine()]
   refuse = (_RETURN, 0, 0, _ERRNO | _EPERM)
 
-  def refused_if(number: int, argument: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    tests = [each for value in values for each in ((_EQUAL, 0, 1, value), refuse)]
-    return [(_EQUAL, 0, len(tests) + 2, number), (_LOAD, 0, 0, argument), *tests, (_LOAD, 0, 0, _NUMBER)]
+  def judged(name: str, argument: int, *tests: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    return [(_EQUAL, 0, len(tests) + 2, some[name]), (_LOAD, 0, 0, argument), *tests, (_LOAD, 0, 0, _NUMBER)]
 
   lines = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
   lines += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 calls of x86_64
   for number in refused:
     lines += [(_EQUAL, 0, 1, number), refuse]
-  lines += refused_if(some['prctl'], _FIRST_ARGUMENT, (_PARENT_DEATH,))
+  lines += judged('prctl', _FIRST_ARGUMENT, (_EQUAL, 0, 1, _PARENT_DEATH), refuse)
+  lines += judged('prlimit64', _FIRST_ARGUMENT, (_EQUAL, 1, 0, 0), refuse)  # 0: this process
   for name, commands in _OWNERS.items():
-    lines += refused_if(some[name], _SECOND_ARGUMENT, commands)
-  of_others = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), refuse, (_LOAD, 0, 0, _NUMBER)]  # 0: this process
-  lines += [(_EQUAL, 0, len(of_others), some['prlimit64']), *of_others]
+    lines += judged(name, _SECOND_ARGUMENT, *(each for command in commands for each in ((_EQUAL, 0, 1, command), refuse)))
   lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # glibc then uses clone, whose flags a filter can read
-  lines += [
-    (_EQUAL, 0, 3, some['clone']),
-    (_LOAD, 0, 0, _FIRST_ARGUMENT),
-    (_ANY_BIT, 1, 0, _CLONE_THREAD),
-    refuse,
-  ]
+  lines += judged('clone', _FIRST_ARGUMENT, (_ANY_BIT, 1, 0, _CLONE_THREAD), refuse)
   return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 

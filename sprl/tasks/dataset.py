@@ -176,7 +176,7 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
   except Exception as error:  # the hub's client raises errors of several libraries
     for folder in _cached(huggingface_hub.snapshot_download, repository):
       if files_by_split(listed := _listed(folder), config):
-        with contextlib.suppress(SettingsError):  # the cache has the splits only that were used; the hub may have others
+        with contextlib.suppress(SettingsError):  # the cache has only the splits that were used; the hub may have others
           found = _found(task, split, listed, config, hub=True)
           log.warning('%s: read from the cache, because the hub gives an error (%s: %s)', task.path, type(error).__name__, error)
           return tuple(folder / each for each in found)

@@ -319,13 +319,8 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
   parse = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
   if len(boxed or '') > _LONG or (_is_endless(boxed or text) and not _is_endless(answer)):
     return False
-  readings = (
-    [rf'\boxed{{{boxed}}}']
-    if boxed
-    else [text]
-    if len(text) > _LONG or _PROSE.search(text)
-    else [rf'\boxed{{{text.strip()}}}', text]
-  )
+  expression = boxed or ('' if len(text) > _LONG or _PROSE.search(text) else text.strip())
+  readings = [rf'\boxed{{{expression}}}'] * bool(expression) + [text] * (not boxed)
   wanted = parse(rf'\boxed{{{_bare(answer)}}}')
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)
 
@@ -377,7 +372,7 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
 _LATEX_TEXT = re.compile(r'\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
 _FORMULA = re.compile(r'[\\^]|(?<=[0-9)}])\s*/')
 _SEPARATED = re.compile(r'(?<=[0-9])(?:\{,\}|,?\\[!,;: ])\s*(?=[0-9]{3}(?![0-9]))')  # thousands in LaTeX
-_HUGE = re.compile(r'\^[^}]*\^|\^\s*\{?\s*[0-9]{4}|[0-9]{4}\s*!|!\s*!')  # a number that may have no end
+_HUGE = re.compile(r'\^[^}]*\^|\^\s*\{?\s*[0-9]{4}|[0-9]{4}\s*!|!\s*!')  # in a formula for a number: it may have no end
 _JOINT = re.compile(r'(?:,|;|and|or|, ?and|, ?or)(?: ?[A-Za-z] ?=)?')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`

@@ -103,8 +103,8 @@ def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
   if any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values()):
     return True
   if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
-    named = [name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    return not any(name in known and name != place for name, place in zip(named, _ORDER))
+    names = [name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return not any(name in known and name != place for name, place in zip(names, _ORDER))
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
   named = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
   named = named or required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
