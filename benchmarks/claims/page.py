@@ -21,8 +21,8 @@ A verdict is about these small models: it does not say that a paper is wrong abo
 arm is one combination of settings. In `sparse_rl_phases`, `sparse_rl_snapkv_176`, `fp8_rl`, `fp8_key_bias`, `environments` and
 `staleness`, thresholds or settings were chosen with pilot runs of seeds that no verdict uses. Pilots are not saved.
 `sparse_rl_phases` had an earlier plan, of which eleven runs were seen ([below](#sparse_rl_phases)). After the results, the
-sentences of some claims were changed to say more exactly what is compared; comparisons and thresholds were not. The checksum of the
-plan in four results was then renewed. Two runs of `mixture_replay` are older than two of its claims.
+sentences of some claims were changed to say more exactly what is compared; comparisons and thresholds were not. The checksum of
+the plan in four results was then renewed. Two runs of `mixture_replay` are older than two of its claims.
 
 **Measures.** Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems,
 sampled at temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from

@@ -81,6 +81,6 @@ EXPERIMENT = Experiment(
   note='The mismatch of stale samples is small here: k3 is at most 6e-4 nats a token, and 2e-6 to 2e-5 with the low rate. The '
   'ratios are then near 1, and the losses nearly the same (in seed 1 the scores of `decoupled_ppo` and `cispo` are equal in two '
   'cases). So a claim that holds with the low rate says little about the losses. `fresh` was trained with `ppo` only, and no arm '
-  'has alpha = 1. Two runs of seed 1, `topr@8, high` and `cispo@8, high`, were interrupted: a resumed run draws the samples of its '
-  'window again, so theirs are younger (mean age 6.8 and 7.0 steps, against 7.4).',
+  'has alpha = 1. Two runs of seed 1, `topr@8, high` and `cispo@8, high`, were interrupted: a resumed run draws the samples of '
+  'its window again, so theirs are younger (mean age 6.8 and 7.0 steps, against 7.4).',
 )  # fmt: skip
