@@ -128,7 +128,11 @@ class Session:
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
-  _drawn: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACED))  # tokens and seconds of the last steps
+  _drawn: deque[tuple[int, float]] = field(init=False)  # tokens and seconds of the last steps
+
+  def __post_init__(self):
+    # A step of rollouts that run ahead may take groups that are complete already: alone, it would seem very fast.
+    self._drawn = deque(maxlen=PACED if self.run.rollout.async_ratio else 1)
 
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
@@ -220,8 +224,7 @@ class Session:
     seconds = {**current.times.seconds, **self.learner.seconds, **current.seconds, **idle, **machine}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
     self._drawn.append((sampled_tokens(trajectories), sum(seconds[part] for part in sampling)))
-    # A step of rollouts that run ahead may take groups that are complete already: alone, it would seem very fast.
-    tokens, taken = map(sum, zip(*self._drawn if self.run.rollout.async_ratio else [self._drawn[-1]]))
+    tokens, taken = map(sum, zip(*self._drawn))
     rate = tokens / taken
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)

@@ -400,7 +400,11 @@ def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(
   noted = dataclasses.replace(EXPERIMENT, note='Both arms are short.')
   monkeypatch.setattr(page, 'find', lambda name: noted)
   assert '\n\nBoth arms are short.\n\n![' in page.text({'example': records(0.2)})
-  assert 'Not run yet' in page.text({'example': {}})
+  assert 'Not run yet' not in text
+  waiting = dataclasses.replace(EXPERIMENT, hours=8.0)
+  monkeypatch.setattr(page, 'find', lambda name: waiting)
+  assert '## Not run yet\n\n* `example`: Is b better? 4 runs, about 8 hours of one core.' in page.text({'example': {}})
+  assert '* `example`: Is b better? 2 of 4 runs, about 4 hours of one core.' in page.text({'example': records(0.2, seeds=1)})
 
 
 def test_the_overview_counts_claims_of_papers_apart():
@@ -460,56 +464,126 @@ def test_the_committed_page_is_made_from_the_committed_results():
   assert page.PAGE.read_text(encoding='utf-8') == page.text({name: command.saved(find(name)) for name in names()})
 
 
+README = (ROOT / 'README.md').read_text()
+
+
+def row_of(start):
+  """Return the cells of the row of README's tables that begins with `start`."""
+  (row,) = (line for line in README.splitlines() if line.startswith(f'| {start}'))
+  return [cell.strip() for cell in row.strip('|').split('|')]
+
+
+def verdicts(name, start):
+  """Return the verdicts of the experiment's claims whose statements begin with `start`, in their order."""
+  experiment = find(name)
+  records = command.saved(experiment)
+  return [judged(claim, experiment, records)[0]['verdict'] for claim in experiment.claims if claim.statement.startswith(start)]
+
+
+def mean(records, arm, name='scores'):
+  return f'{np.mean([run[name] for run in records[arm].values()]):.3f}'
+
+
+BUDGETS = (88, 96, 104, 112, 144)
+
+
+@pytest.mark.parametrize(
+  ('row', 'statement'),
+  [
+    ('Training on sparse rollouts collapses', 'Without a correction, training on sparse rollouts collapses'),
+    ('With the correction it ends higher', 'With the correction, training on sparse rollouts ends higher'),
+    ('With the correction it ends nearly', 'With the correction, sparse rollouts train nearly'),
+  ],
+)
+def test_the_readme_has_the_verdicts_of_each_budget(row, statement):
+  said = {}
+  for part in row_of(row)[-1].split('; '):
+    verdict, budgets = part.split(' with ')
+    first, *last = map(int, budgets.split(' to '))
+    said |= {budget: verdict for budget in BUDGETS if first <= budget <= (last or [first])[0]}
+  assert said == dict(zip(BUDGETS, verdicts('sparse_rl_phases', statement), strict=True))
+
+
+@pytest.mark.parametrize(
+  ('row', 'name', 'statements'),
+  [
+    ('The same three claims with 2.3 M', 'sparse_rl_larger', ['Without a correction', 'With the correction']),
+    ('The same three claims with SnapKV', 'sparse_rl_snapkv', ['Without a correction', 'With the correction']),
+    ('So does a mixture', 'mixture_replay', ['With R3']),
+    ('Running ahead, or redundant', 'environments', ['Running ahead reaches', 'Redundant environments reach']),
+  ],
+)
+def test_the_readme_has_the_verdicts_of_an_experiment(row, name, statements):
+  assert row_of(row)[-1] == '; '.join(verdict for start in statements for verdict in verdicts(name, start))
+
+
+@pytest.mark.parametrize(
+  ('row', 'statements'),
+  [
+    ('FP8 linears and an FP8 cache lower', ['FP8 rollouts without a correction lower']),
+    ('With token-level TIS they', ['With token-level TIS, FP8', 'With token-level TIS, and with']),
+  ],
+)
+def test_the_readme_has_the_verdicts_of_both_learning_rates(row, statements):
+  usual, four_times = (verdict for start in statements for verdict in verdicts('fp8_rl', start))
+  assert row_of(row)[-1] == f'{usual}; {four_times} with 4 times the learning rate'
+
+
+def test_the_readme_has_what_is_known_of_stale_samples():
+  *_, here, verdict = row_of('Off-policy losses train')
+  runs = {len(of) for of in command.saved(find('staleness')).values()}
+  assert {*verdicts('staleness', '')} == {verdict}
+  assert (here, runs) == ('one seed of eight has run', {1})
+
+
+def test_the_readme_has_the_gains_of_the_simulation():
+  rows = json.loads((ROOT / 'benchmarks/results/cluster_simulation.json').read_text())['rows']
+  found = [next(row for row in rows if row['published'] == published and row['verdict']) for published in page.ABSTRACT]
+  *_, theirs, here, said = row_of('On a simulated cluster')
+  assert theirs == f'ROLL Flash: {" and ".join(map(str, page.ABSTRACT))} times'
+  assert here == f'{" and ".join(f"{row['gain']:.2f}" for row in found)} times'
+  assert said == '; '.join(row['verdict'] for row in found)
+
+
 def test_the_readme_has_the_accuracies_of_the_results():
-  readme = (ROOT / 'README.md').read_text()
-  fp8, snapkv = (command.saved(find(name)) for name in ('fp8_rl', 'sparse_rl_snapkv'))
-
-  def mean(records, arm, name='scores'):
-    return f'{np.mean([run[name] for run in records[arm].values()]):.3f}'
-
-  expected = f'{mean(fp8, "tis@both")} with token-level TIS, {mean(fp8, "alone@both")} without a correction | '
-  assert f'{expected}{mean(fp8, "full")} in float32 ({mean(fp8, "full", "before")} before training)' in readme
-  expected = f'{mean(snapkv, "sparse_rl")} with `sparse_rl` ({mean(snapkv, "dense", "before")} before training) | '
-  assert f'{expected}{mean(snapkv, "naive")} without a correction, {mean(snapkv, "dense")} with dense rollouts' in readme
-  larger = command.saved(find('sparse_rl_larger'))
-  expected = f'{mean(larger, "sparse_rl")} with the correction ({mean(larger, "dense", "before")} before training), 97 % of'
-  assert expected in readme
-  assert f'{mean(larger, "naive")} without a correction (seeds: 0.27 to 0.80), {mean(larger, "dense")} with dense' in readme
+  fp8, larger, snapkv, mixture = (
+    command.saved(find(name)) for name in ('fp8_rl', 'sparse_rl_larger', 'sparse_rl_snapkv', 'mixture_replay')
+  )
+  assert f'{mean(fp8, "alone@both")}; float32: {mean(fp8, "full")}' in row_of('FP8 linears and an FP8 cache lower')
+  assert mean(fp8, 'tis@both') in row_of('With token-level TIS they')
+  accuracies = f'FP8 linears {mean(mixture, "R3@w8a8")}, float32 {mean(mixture, "none@full")}'
+  assert accuracies in row_of('So does a mixture')
+  before, naive, ours, dense = (mean(larger, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
+  expected = f'before {before}; without the correction {naive}, with it {ours}, dense {dense}'
+  assert expected in row_of('The same three claims with 2.3 M')
+  before, naive, ours, dense = (mean(snapkv, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
+  assert row_of('The same three claims with SnapKV')[2].startswith(
+    f'before {before}; without {naive}, with {ours}, dense {dense}.'
+  )
 
 
 def test_the_readme_and_the_guide_have_the_accuracies_of_the_phases():
-  readme, guide = ((ROOT / name).read_text() for name in ('README.md', 'docs/cheap_rollouts.md'))
-  records, budgets = command.saved(find('sparse_rl_phases')), (88, 96, 104, 112, 144)
-  naive, ours = (
-    {budget: f'{np.mean([run["scores"] for run in records[f"{arm}@{budget}"].values()]):.3f}' for budget in budgets}
-    for arm in ('naive', 'sparse_rl')
-  )
-  before, dense = (f'{np.mean([run[name] for run in records["dense"].values()]):.3f}' for name in ('before', 'scores'))
-  assert f'with the correction: {", ".join(ours.values())}; dense rollouts {dense} ({before} before training)' in readme
-  assert f'without it: {", ".join(naive.values())}. It is needed' in readme
-  for budget in budgets:
+  guide, records = (ROOT / 'docs/cheap_rollouts.md').read_text(), command.saved(find('sparse_rl_phases'))
+  naive, ours = ({budget: mean(records, f'{arm}@{budget}') for budget in BUDGETS} for arm in ('naive', 'sparse_rl'))
+  before, dense = mean(records, 'dense', 'before'), mean(records, 'dense')
+  collapse = row_of('Training on sparse rollouts collapses')[2]
+  budgets = ', '.join(map(str, BUDGETS))
+  assert collapse.startswith(f'{before} before training. ')
+  assert collapse.endswith(f'with R-KV to {budgets} of 214 tokens: {", ".join(naive.values())}')
+  assert row_of('With the correction it ends higher')[2] == ', '.join(ours.values())
+  assert row_of('With the correction it ends nearly')[2] == f'dense: {dense}'
+  for budget in BUDGETS:
     assert f'R-KV to {budget} tokens, 500 steps' in guide
     assert f'| {before} | {naive[budget]} | {ours[budget]} (`sparse_rl`) | {dense} |' in guide
 
 
 def test_the_readme_has_the_seconds_and_the_accuracies_of_the_environments():
-  readme, experiment = (ROOT / 'README.md').read_text(), find('environments')
-  records = command.saved(experiment)
+  records, here = command.saved(find('environments')), row_of('Running ahead, or redundant')[2]
   seconds = {arm: f'{np.mean([run["clock"][-1] for run in of.values()]):.0f} s' for arm, of in records.items()}
-  assert f'{seconds["ahead"]} ahead, {seconds["redundant"]} redundant, {seconds["both"]} with both. ' in readme
-  assert f'synchronous: {seconds["synchronous"]}. ' in readme
-  ends = {arm: [np.mean(run['scores']) for run in of.values()] for arm, of in records.items()}
-  means = {f'{np.mean(of):.2f}' for arm, of in ends.items() if arm != 'both'}
-  assert len(means) == 1
-  both, lowest = f'{np.mean(ends["both"]):.2f}', f'{min(ends["both"]):.2f}'
-  before = f'{np.mean([run["before"] for run in records["both"].values()]):.2f}'
-  assert f'at the end {means.pop()}, with both {both} (lowest seed {lowest}); before training {before}' in readme
-  rows = [row for claim in experiment.claims for row in judged(claim, experiment, records)]
-  found = {row['comparison'].split(' (')[0]: row for row in rows if 'seconds' in row['comparison']}
-  mean, low, high = (f'{np.exp(found["ahead - both"][part]):.1f}' for part in ('mean', 'low', 'high'))
-  assert f'both together are {mean} times as fast as running ahead alone ({low} to {high})' in readme
-  assert 'the gain of each alone is [not decided]' in readme
-  assert {found[f'synchronous - {arm}']['verdict'] for arm in ('ahead', 'redundant')} == {'cannot tell'}
+  ends = {arm: f'{np.mean([run["scores"] for run in of.values()]):.2f}' for arm, of in records.items()}
+  shown = '{synchronous} synchronous, {ahead} ahead, {redundant} redundant, {both} with both'.format(**seconds)
+  assert ends['synchronous'] == ends['ahead'] == ends['redundant']
+  assert here == f'60 steps: {shown}; final accuracy {ends["ahead"]}, with both {ends["both"]}'
 
 
 def test_the_limits_count_the_experiments_that_have_not_run():

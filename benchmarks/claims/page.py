@@ -134,17 +134,22 @@ def text(results: Mapping[str, Records]) -> str:
     parts.append('\n'.join([OVERVIEW, *(summary(find(name), records) for name, records in done.items())]) + '\n')
   parts += [section(find(name), records) for name, records in done.items()]
   parts.append(SIMULATED.format(table='\n'.join([GAINS, *simulated()])))
-  waiting = [find(name) for name in results if name not in done]
-  if waiting:
-    parts.append('## Not run yet\n\n' + '\n'.join(map(waits, waiting)) + '\n')
+  waiting = [waits(find(name), sum(map(len, records.values()))) for name, records in results.items()]
+  if any(waiting):
+    parts.append('## Not run yet\n\n' + '\n'.join(filter(None, waiting)) + '\n')
   return '\n'.join(parts)
 
 
-def waits(experiment: Experiment) -> str:
-  """Return the line of an experiment without results."""
-  hours = f'{experiment.hours:g} hour{"s" * (experiment.hours != 1)}'
+def waits(experiment: Experiment, done: int) -> str:
+  """Return the line of an experiment of which `done` runs have results; '' if none is missing."""
+  runs = len(experiment.runs)
+  if done == runs:
+    return ''
+  number = f'{experiment.hours * (runs - done) / runs:.2g}'
   bound = '' if experiment.device == 'one core' else ' or more: the planner, which estimates them, gives lower bounds'
-  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {hours} of {experiment.device}{bound}.'
+  missing = f'{runs - done} of {runs} runs' if done else f'{runs} runs'
+  hours = f'{number} hour{"s" * (number != "1")}'
+  return f'* `{experiment.name}`: {experiment.question} {missing}, about {hours} of {experiment.device}{bound}.'
 
 
 def summary(experiment: Experiment, records: Records) -> str:

@@ -39,6 +39,25 @@ def inputs(tmp_path_factory) -> Path:
   return folder
 
 
+# A config that makes process 0, which alone writes logs, close them slowly.
+SLOW_LOGS = """
+import runpy
+import time
+
+from sprl.io.metrics import RunLog
+
+get_config, close = runpy.run_path({config!r})['get_config'], RunLog.close
+
+
+def slowly(self, *args, **more):
+  time.sleep({seconds})
+  close(self, *args, **more)
+
+
+RunLog.close = slowly
+"""
+
+
 def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: str, **variables: str) -> list[subprocess.Popen]:
   """Start a run of several processes with `devices` devices each."""
   with socket.socket() as free:
@@ -265,8 +284,9 @@ def test_adapters_are_trained_over_processes(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_process_0_reports_the_guard_that_stops_a_run(inputs, tmp_path):
-  """All processes stop at the same step. Process 0, which also closes logs and checkpoints, is not ended before it reports."""
-  running = start(inputs, tmp_path / 'run', 2, 1, *DENSE, '--config.optimizer.learning_rate=1e30')
+  """All processes stop at the same step. Process 0, whose logs take long to close here, is not ended before it reports."""
+  (tmp_path / 'config.py').write_text(SLOW_LOGS.format(config=str(inputs / 'config.py'), seconds=8))
+  running = start(tmp_path, tmp_path / 'run', 2, 1, *DENSE, '--config.optimizer.learning_rate=1e30')
   [(status, _, err), (other, _, said)] = finish(running)
   assert (status, other) == (3, 3), err + said
   assert 'stopped at step' in err

@@ -48,7 +48,7 @@ EXPERIMENT = Experiment(
           'All arms have token-level TIS, and all end between 0.92 and 0.96. The published collapse begins near step 700. '
           'No run tests these reasons.'),
   ),
-  hours=5.5,
+  hours=6.9,
   unplanned={
     f'{replay}, against no replay, on FP8 rollouts.': Comparison(f'{replay}@w8a8', 'none@w8a8', 0.0) for replay in ('R2', 'R3')
   },

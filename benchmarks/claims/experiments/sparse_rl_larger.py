@@ -25,7 +25,7 @@ EXPERIMENT = Experiment(
     Claim('With the correction, sparse rollouts train the larger model nearly as well as dense ones.',
           'Sparse-RL, as summaries report it', '96 to 97 % of dense', (Comparison('sparse_rl', 'dense', -0.05),)),
   ),
-  hours=3.5,
+  hours=5.9,
   note='The cache has 96 tokens, 45 % of a sequence of 214 tokens. The model of 1.0 M parameters keeps 81 % of the dense '
   'accuracy with this cache, this one 97 %, though the mismatch is as large. The veto rejects three of four sequences, so '
   '`sparse_rl` trains on a quarter of them. Without a correction the seeds end between 0.27 and 0.80, from 0.50 to 0.57 before '
