@@ -491,8 +491,8 @@ BUDGETS = (88, 96, 104, 112, 144)
   ('row', 'statement'),
   [
     ('Training on sparse rollouts collapses', 'Without a correction, training on sparse rollouts collapses'),
-    ('With the correction it ends higher', 'With the correction, training on sparse rollouts ends higher'),
-    ('With the correction it ends nearly', 'With the correction, sparse rollouts train nearly'),
+    ('The correction of Sparse-RL ends', 'With the correction, training on sparse rollouts ends higher'),
+    ('It trains nearly as well', 'With the correction, sparse rollouts train nearly'),
   ],
 )
 def test_the_readme_has_the_verdicts_of_each_budget(row, statement):
@@ -509,8 +509,12 @@ def test_the_readme_has_the_verdicts_of_each_budget(row, statement):
   [
     ('The same three claims with 2.3 M', 'sparse_rl_larger', ['Without a correction', 'With the correction']),
     ('The same three claims with SnapKV', 'sparse_rl_snapkv', ['Without a correction', 'With the correction']),
-    ('So does a mixture', 'mixture_replay', ['With R3']),
-    ('Running ahead, or redundant', 'environments', ['Running ahead reaches', 'Redundant environments reach']),
+    ('Rejecting other sequences', 'sparse_rl_phases', ['It matters which']),
+    ('A budget of 112', 'sparse_rl_phases', ['A budget of 112']),
+    ('An FP8 cache that rounds large', 'fp8_key_bias_again', ['An FP8 cache that rounds']),
+    ('A mixture of experts', 'mixture_replay', ['With R3']),
+    ('Running ahead, and redundant', 'environments', ['Running ahead reaches', 'Redundant environments reach']),
+    ('Both together reach it', 'environments', ['While rollouts run ahead']),
   ],
 )
 def test_the_readme_has_the_verdicts_of_an_experiment(row, name, statements):
@@ -520,7 +524,7 @@ def test_the_readme_has_the_verdicts_of_an_experiment(row, name, statements):
 @pytest.mark.parametrize(
   ('row', 'statements'),
   [
-    ('FP8 linears and an FP8 cache lower', ['FP8 rollouts without a correction lower']),
+    ('FP8 linears and an FP8 cache end lower', ['FP8 rollouts without a correction lower']),
     ('With token-level TIS they', ['With token-level TIS, FP8', 'With token-level TIS, and with']),
   ],
 )
@@ -531,35 +535,42 @@ def test_the_readme_has_the_verdicts_of_both_learning_rates(row, statements):
 
 def test_the_readme_has_what_is_known_of_stale_samples():
   *_, here, verdict = row_of('Off-policy losses train')
-  runs = {len(of) for of in command.saved(find('staleness')).values()}
-  assert {*verdicts('staleness', '')} == {verdict}
-  assert (here, runs) == ('one seed of eight has run', {1})
-
-
-def test_the_readme_has_the_gains_of_the_simulation():
-  rows = json.loads((ROOT / 'benchmarks/results/cluster_simulation.json').read_text())['rows']
-  found = [next(row for row in rows if row['published'] == published and row['verdict']) for published in page.ABSTRACT]
-  *_, theirs, here, said = row_of('On a simulated cluster')
-  assert theirs == f'ROLL Flash: {" and ".join(map(str, page.ABSTRACT))} times'
-  assert here == f'{" and ".join(f"{row['gain']:.2f}" for row in found)} times'
-  assert said == '; '.join(row['verdict'] for row in found)
+  experiment, records = find('staleness'), command.saved(find('staleness'))
+  rows = [row for claim in experiment.claims if claim.given for row in judged(claim, experiment, records)]
+  found = [row['mean'] for row in rows]
+  assert {row['verdict'] for row in rows if row['verdict']} == {verdict}  # a claim's first row has its verdict
+  assert {row['seeds'] for row in rows} == {1}
+  assert here == f'one seed of eight has run: {max(found):+.2f} to {min(found):+.2f}'
 
 
 def test_the_readme_has_the_accuracies_of_the_results():
-  fp8, larger, snapkv, mixture = (
-    command.saved(find(name)) for name in ('fp8_rl', 'sparse_rl_larger', 'sparse_rl_snapkv', 'mixture_replay')
+  fp8, again, larger, snapkv, mixture = (
+    command.saved(find(name))
+    for name in ('fp8_rl', 'fp8_key_bias_again', 'sparse_rl_larger', 'sparse_rl_snapkv', 'mixture_replay')
   )
-  assert f'{mean(fp8, "alone@both")}; float32: {mean(fp8, "full")}' in row_of('FP8 linears and an FP8 cache lower')
-  assert mean(fp8, 'tis@both') in row_of('With token-level TIS they')
-  accuracies = f'FP8 linears {mean(mixture, "R3@w8a8")}, float32 {mean(mixture, "none@full")}'
-  assert accuracies in row_of('So does a mixture')
-  before, naive, ours, dense = (mean(larger, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
-  expected = f'before {before}; without the correction {naive}, with it {ours}, dense {dense}'
-  assert expected in row_of('The same three claims with 2.3 M')
-  before, naive, ours, dense = (mean(snapkv, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
-  assert row_of('The same three claims with SnapKV')[2].startswith(
-    f'before {before}; without {naive}, with {ours}, dense {dense}.'
-  )
+  assert row_of('FP8 linears and an FP8 cache end lower')[2] == f'{mean(fp8, "alone@both")}; float32 {mean(fp8, "full")}'
+  fast = f'With 4 times the learning rate {mean(fp8, "tis@4 x")}; float32 {mean(fp8, "full@4 x")}'
+  assert row_of('With token-level TIS they')[2] == f'{mean(fp8, "tis@both")}. {fast}'
+  biased = f'{mean(again, "alone@plain")}; with TIS {mean(again, "tis@plain")}; float32 {mean(again, "full")}'
+  assert row_of('An FP8 cache that rounds large')[2] == biased
+  replayed = f'R3 {mean(mixture, "R3@w8a8")}, without replay {mean(mixture, "none@w8a8")}, float32 {mean(mixture, "none@full")}'
+  assert row_of('A mixture of experts')[2] == replayed
+  for row, records in (('The same three claims with 2.3 M', larger), ('The same three claims with SnapKV', snapkv)):
+    before, naive, ours, dense = (mean(records, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
+    expected = f'before {before}; without the correction {naive}, with it {ours}, dense {dense}.'
+    assert row_of(row)[2].startswith(expected)
+    rejected = np.mean([run['measures']['sparse/veto_fraction'] for run in records['sparse_rl'].values()])
+    assert f'The veto rejects {100 * rejected:.0f} % of the sequences' in row_of(row)[2]
+
+
+def test_the_readme_has_the_differences_of_the_phases():
+  experiment = find('sparse_rl_phases')
+  records = command.saved(experiment)
+  of = {claim.statement: judged(claim, experiment, records) for claim in experiment.claims}
+  (veto,) = of['It matters which sequences are rejected.']
+  assert row_of('Rejecting other sequences')[2] == f'{-veto["mean"]:.3f} ({-veto["high"]:.3f} to {-veto["low"]:.3f})'
+  _, tokens, _ = next(rows for statement, rows in of.items() if statement.startswith('A budget of 112'))
+  assert row_of('A budget of 112')[2] == f'saves {100 * tokens["mean"]:.0f} %'
 
 
 def test_the_readme_and_the_guide_have_the_accuracies_of_the_phases():
@@ -567,23 +578,33 @@ def test_the_readme_and_the_guide_have_the_accuracies_of_the_phases():
   naive, ours = ({budget: mean(records, f'{arm}@{budget}') for budget in BUDGETS} for arm in ('naive', 'sparse_rl'))
   before, dense = mean(records, 'dense', 'before'), mean(records, 'dense')
   collapse = row_of('Training on sparse rollouts collapses')[2]
-  budgets = ', '.join(map(str, BUDGETS))
-  assert collapse.startswith(f'{before} before training. ')
-  assert collapse.endswith(f'with R-KV to {budgets} of 214 tokens: {", ".join(naive.values())}')
-  assert row_of('With the correction it ends higher')[2] == ', '.join(ours.values())
-  assert row_of('With the correction it ends nearly')[2] == f'dense: {dense}'
+  assert collapse == f'{before} before training; {", ".join(naive.values())} after it'
+  assert row_of('The correction of Sparse-RL ends')[2] == f'with it {", ".join(ours.values())}'
+  assert row_of('It trains nearly as well')[2] == f'dense {dense}'
   for budget in BUDGETS:
     assert f'R-KV to {budget} tokens, 500 steps' in guide
     assert f'| {before} | {naive[budget]} | {ours[budget]} (`sparse_rl`) | {dense} |' in guide
 
 
-def test_the_readme_has_the_seconds_and_the_accuracies_of_the_environments():
-  records, here = command.saved(find('environments')), row_of('Running ahead, or redundant')[2]
-  seconds = {arm: f'{np.mean([run["clock"][-1] for run in of.values()]):.0f} s' for arm, of in records.items()}
-  ends = {arm: f'{np.mean([run["scores"] for run in of.values()]):.2f}' for arm, of in records.items()}
-  shown = '{synchronous} synchronous, {ahead} ahead, {redundant} redundant, {both} with both'.format(**seconds)
-  assert ends['synchronous'] == ends['ahead'] == ends['redundant']
-  assert here == f'60 steps: {shown}; final accuracy {ends["ahead"]}, with both {ends["both"]}'
+def test_the_readme_has_the_factors_and_the_accuracies_of_the_environments():
+  experiment = find('environments')
+  records = command.saved(experiment)
+  rows = [row for claim in experiment.claims for row in judged(claim, experiment, records) if 'seconds' in row['comparison']]
+  ahead, redundant, both = (
+    '{:.2f} times ({:.2f} to {:.2f})'.format(*(np.exp(row[part]) for part in ('mean', 'low', 'high'))) for row in rows
+  )
+  assert row_of('Running ahead, and redundant')[2] == f'{ahead} and {redundant}'
+  ends = [np.mean(run['scores']) for run in records['both'].values()]
+  worst = f'one of eight seeds ends at {min(ends):.2f}, the mean is {np.mean(ends):.2f}, synchronous'
+  assert row_of('Both together reach it')[2] == f'{both}; {worst} {float(mean(records, "synchronous")):.2f}'
+
+
+def test_the_guide_has_the_accuracies_of_stale_samples():
+  records, guide = command.saved(find('staleness')), (ROOT / 'docs/running_ahead.md').read_text()
+  for loss in ('ppo', 'decoupled_ppo', 'topr', 'tis', 'cispo'):
+    row = next(line for line in guide.splitlines() if line.startswith(f'| `{loss}` |'))
+    ends = [f'{np.mean(records[f"{loss}@{alpha}, middle"][1]["scores"]):.2f}' for alpha in (2, 8)]
+    assert row.endswith(f' | {" | ".join(ends)} |')
 
 
 def test_the_limits_count_the_experiments_that_have_not_run():
