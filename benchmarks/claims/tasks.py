@@ -52,6 +52,7 @@ MODELS = {  # task -> the model that is warm-started for it
   'totals': tiny('llama', **_sizes(4, 144)),
   'totals_larger': tiny('llama', **_sizes(5, 192)),
   'totals_biased': tiny('qwen2', **_sizes(4, 144)),
+  'totals_more_biased': tiny('qwen2', **_sizes(4, 144)),
   'totals_mixture': tiny('qwen3_moe', **_sizes(4, 144), **EXPERTS),
   'dictation': tiny('llama', **_sizes(2, 96)),
 }
@@ -76,8 +77,11 @@ def _totals(name: str, model: str) -> Task:
 
 TOTALS = _totals('totals', 'Llama of 1.0 M parameters')
 LARGER = _totals('totals_larger', 'Llama of 2.3 M parameters')
-# Its keys have biases of BIAS in the channels that turn slowest with the position, as Qwen2.5 has of up to some hundreds.
+# Size of the key biases, and the number of rotations of a head that have them: those that turn slowest with the position. In
+# Qwen2.5 the sizes are up to some hundreds.
+KEY_BIASES = {'totals_biased': (100.0, 4), 'totals_more_biased': (40.0, 8)}
 BIASED = _totals('totals_biased', 'Qwen2 of 1.0 M parameters, with large key biases,')
+MORE_BIASED = _totals('totals_more_biased', 'Qwen2 of 1.0 M parameters, with key biases in more channels,')
 MIXTURE = _totals('totals_mixture', 'Mixture of experts, 0.7 M of 1.9 M parameters active,')
 DICTATION = Task(
   name='dictation',
@@ -104,4 +108,4 @@ DICTATION = Task(
   chance=0.1,
   final=FINAL,
 )
-TASKS = (TOTALS, LARGER, BIASED, MIXTURE, DICTATION)
+TASKS = (TOTALS, LARGER, BIASED, MORE_BIASED, MIXTURE, DICTATION)

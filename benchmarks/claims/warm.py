@@ -12,7 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from claims.experiment import Task
-from claims.tasks import BIASED, MODELS, SLIPS, TASKS
+from claims.tasks import KEY_BIASES, MODELS, SLIPS, TASKS
 from progressions import write_random
 from safetensors.numpy import load_file, save_file
 
@@ -23,12 +23,12 @@ from sprl.models.config import ModelConfig
 from sprl.sft import fine_tune
 
 SOLUTIONS = {'task.kind': 'jsonl', 'task.path': '{}', 'task.grader': '{}/grader.py:grade'}  # {}: the folder of the solutions
-BIAS, SLOW = 100.0, 4  # size of a key bias, and rotations of a head that have one
 # Task -> steps on right solutions, and steps on solutions with slips.
 STEPS = {
   'totals': (1200, 150),
   'totals_larger': (900, 150),
   'totals_biased': (1200, 150),
+  'totals_more_biased': (900, 150),
   'totals_mixture': (500, 150),
   'dictation': (400, 120),
 }
@@ -45,12 +45,12 @@ def main() -> None:
       make(task, seed, out)
 
 
-def add_key_biases(folder: Path, config: ModelConfig) -> None:
-  """Set the key biases of the SLOW rotations of each head to BIAS, in the model in this folder."""
+def add_key_biases(folder: Path, config: ModelConfig, size: float, rotations: int) -> None:
+  """Set the key biases of the slowest `rotations` of each head to `size`, in the model in this folder."""
   path = folder / 'model.safetensors'
   weights = load_file(path)
   bias = np.zeros((config.num_kv_heads, 2, config.head_dim // 2), np.float32)  # a rotation turns channel i with i + D / 2
-  bias[:, 0, -SLOW:] = BIAS
+  bias[:, 0, -rotations:] = size
   for layer in range(config.num_layers):
     weights[f'model.layers.{layer}.self_attn.k_proj.bias'] = bias.reshape(-1)
   save_file(weights, path, metadata={'format': 'pt'})
@@ -61,8 +61,8 @@ def make(task: Task, seed: int, out: Path) -> None:
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     write_random(folder / 'random', MODELS[task.name], seed)
-    if task is BIASED:
-      add_key_biases(folder / 'random', MODELS[task.name])
+    if task.name in KEY_BIASES:
+      add_key_biases(folder / 'random', MODELS[task.name], *KEY_BIASES[task.name])
     start = folder / 'random'
     right, slipping = STEPS[task.name]
     for part, (steps, batch, rate, slips) in enumerate(((right, 16, 3e-3, 0.0), (slipping, 32, 5e-4, SLIPS))):
