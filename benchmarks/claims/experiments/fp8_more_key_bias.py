@@ -1,10 +1,10 @@
 """fp8_key_bias with key biases in more channels: does an arm separate from full precision now?
 
 With biases of 100 in four of the 18 rotations of a head, the loss without a correction was 0.16 with eight seeds and 0.03 with 24
-others (fp8_key_bias_again): too small to tell. Here eight rotations have biases, of 40. The size was chosen before any training on
-rollouts, by 200 sampled answers of each of the two models. A dense cache solves 0.50 and 0.53, and `plain` 0.27 and 0.30. With
-biases of 150 in eight rotations `plain` solved 0.09 and 0.06, and with 75 0.15 (one model), where a guess solves 0.10. With 200 in
-four rotations one of the models was not affected. Runs have 100 steps instead of 150, to take less time.
+others (fp8_key_bias_again): too small to tell. Here eight rotations have biases, of 40. The size was chosen before any training
+on rollouts, by 200 sampled answers of each of the two models. A dense cache solves 0.50 and 0.53, and `plain` 0.27 and 0.30. With
+biases of 150 in eight rotations `plain` solved 0.09 and 0.06, and with 75 0.15 (one model), where a guess solves 0.10. With 200
+in four rotations one of the models was not affected. Runs have 100 steps instead of 150, to take less time.
 """
 
 from dataclasses import replace
