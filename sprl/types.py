@@ -60,7 +60,7 @@ class Completion:
   tokens: Int[np.ndarray, ' C']
   logp: Float[np.ndarray, ' C']  # under the distribution that the token was drawn from
   version: Int[np.ndarray, ' C']  # finished steps of the weights that sampled it
-  attended: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
+  attended: Int[np.ndarray, ' C']  # cache slots that the query which drew the token attended to, with that query's own
   finish: str  # stop, length, abort
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped; of several caches: the most in one
   saturated_queries: int = 0  # elements of its queries that FP8 clamped, counted likewise
@@ -121,7 +121,7 @@ class Trajectory:
   mask: Bool[np.ndarray, ' T']
   sampler_logp: Float[np.ndarray, ' T']  # under the distribution that the token was drawn from
   version: Int[np.ndarray, ' T']  # finished steps of the weights that sampled it
-  attended: Int[np.ndarray, ' T']  # cache slots attended, including the token's own
+  attended: Int[np.ndarray, ' T']  # cache slots that the query which drew the token attended to, with that query's own
   prompt_length: int
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
   reward: float = 0.0

@@ -20,19 +20,20 @@ A verdict is about these small models: it does not say that a paper is wrong abo
 **Plans.** An experiment (`benchmarks/claims/experiments/`) fixes its arms, seeds, thresholds and measures before it runs. An
 arm is one combination of settings. In `sparse_rl_phases`, `sparse_rl_snapkv_176`, `fp8_rl`, `fp8_key_bias`, `environments` and
 `staleness`, thresholds or settings were chosen with pilot runs of seeds that no verdict uses. Pilots are not saved.
-`sparse_rl_phases` had an earlier plan, of which eleven runs were seen ([below](#sparse_rl_phases)). After the results, the
-sentences of some claims were changed to say more exactly what is compared; comparisons and thresholds were not. The checksum of
-the plan in four results was then renewed. Two runs of `mixture_replay` are older than two of its claims.
+An earlier plan of `sparse_rl_phases` was replaced after eleven of its runs ([below](#sparse_rl_phases)). After the results, the
+sentences of some claims were changed to say more exactly what is compared; comparisons and thresholds were not. A result has a
+checksum of its plan; in four results it was computed again, because the sentences were part of it. Two runs of
+`mixture_replay` are older than two of its claims.
 
 **Measures.** Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems,
 sampled at temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from
 which training begins) and the same problems. There are two warm starts.
 
-**Verdicts.** A claim **holds** if the whole interval of 95 % is above its threshold, and **does not hold** if the whole
-interval is below it. Otherwise the experiment **cannot tell**. It also cannot tell before all seeds have run, and if the seeds
+**Verdicts.** A claim **holds** if the whole confidence interval of 95 % is above its threshold, and **does not hold** if it is
+wholly below it. Otherwise the experiment **cannot tell**. It also cannot tell before all seeds have run, and if the seeds
 of the two warm starts have their means on different sides of the threshold. A threshold is seldom 0. Where a paper calls two
 arms equal, the first one may lose up to 0.05 here; the tables say what share of the accuracy it keeps. Where it reports a drop,
-the drop has to be above 0.05. So an interval without 0 shows a difference, also where the claim does not hold. Comparisons that
+the drop has to be above 0.05. An interval without 0 shows a difference, even if it is too small for the claim. Comparisons that
 were added after the runs have tables of their own, and no verdict.
 
 **What the intervals leave out.** They cover other seeds, and those of an accuracy also other problems, but not other warm
@@ -51,7 +52,7 @@ sample, so most of every gain is probably a sharper distribution ([limits](limit
 * `k3` (`rollout_corr/k3_kl`): the mismatch, in nats per token. It is the mean of r - 1 - log r, where r is the probability of a
   token for the learner divided by that for the sampler.
 * `naive`: no correction. `sparse_rl`: [the correction of Sparse-RL](methods/sparse.md), which rejects a sequence that has a
-  near impossible token (veto) and weights tokens by r. `veto_only`, `reweight_only`: one half of it. `random_veto`: as many
+  nearly impossible token (veto) and weights tokens by r. `veto_only`, `reweight_only`: one half of it. `random_veto`: as many
   sequences are rejected, but at random. `learner_mask`: no correction, but the learner sees only the tokens that the sampler
   saw. `sparse_rl_code`: the formulas of the released code. R-KV and SnapKV choose which tokens a cache of `cache.budget` tokens
   keeps.

@@ -1,6 +1,6 @@
 """Attend to the cache: what a forward pass does in each layer.
 
-The network calls `CachedAttention` with the new queries, keys and values of a layer. On each device `_layer_step`
+The network calls `CachedAttention` with the new queries, keys and values of a layer. On each device `_layer_step`:
 
 1. rounds the queries to FP8 if the layout says so, and casts keys and values to the cache's format,
 2. writes keys and values to the slots after the row's, or to the ring of a layer with a sliding window,
@@ -51,7 +51,7 @@ class CachedAttention:
     v: Float[Array, 'B T K D'],
     sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'CachedAttention']:
-    """Return the outputs of `attend`, and the attention with the new cache."""
+    """Return the outputs of attention, and a `CachedAttention` with the new cache."""
     assert sliding_window == self.cache.layout.sliding_window(layer), 'the cache has the layout of another model'
     out, cache = attend(layer, self.cache, self.step, q, k, v)
     return out, CachedAttention(cache, self.step)
@@ -59,7 +59,7 @@ class CachedAttention:
   def appends(self, layer: int, product: jax.ShapeDtypeStruct) -> bool:
     """Return whether `attend_projected` takes the joined product [B, N] of one token per row (sprl/kernels/append.py).
 
-    The kernel does not take a block of rows, whose arrays are not those of the layers.
+    The kernel does not take a block of rows, which is a copy of some rows of the layers.
     """
     return self.cache.block is None and runs(product, self.cache.layers[layer].k, self.cache.layout.kernels)
 
@@ -75,8 +75,9 @@ def attend(
   """Write a layer's new keys and values, compress rows that are due, and return the outputs and the cache.
 
   New token t of row b goes to slot length[b] + t and attends to the slots up to its own. A decode step compresses before its
-  query attends. A prompt is compressed after its queries attended; the layer then has the layout's slots at most, however many
-  the prompt needed. Several tokens of decode steps do not compress. The rows' lengths stay as they are until `KVCache.advance`.
+  query attends. In a cache that evicts, a prompt that is padded to more tokens than the budget is compressed after its queries
+  have attended; the layer then has at most the layout's slots. A decode step of several tokens a row does not compress. The rows'
+  lengths stay as they are until `KVCache.advance`.
 
   A layer with a sliding window writes to its ring, and its queries see the newest tokens of the window.
   """
@@ -155,12 +156,12 @@ def _write(layer, cache, step, q, stored):
   return cache.with_layer(layer, new)
 
 
-def _newest_queries(cache, ring, step, q):
-  """Return the ring of newest queries [B, H, A, D] with the new ones in it: position p is at index p % A."""
+def _newest_queries(cache, held, step, q):
+  """Return the ring of newest queries, `held` [B, H, A, D], with the new ones in it: position p is at index p % A."""
   newest = (cache.seen + step.count - 1)[:, None]
-  place = newest - (newest - jnp.arange(ring.shape[2])) % ring.shape[2] - cache.seen[:, None]  # among the new; negative: old
+  place = newest - (newest - jnp.arange(held.shape[2])) % held.shape[2] - cache.seen[:, None]  # among the new; negative: old
   new = jnp.take_along_axis(jnp.swapaxes(q, 1, 2), jnp.maximum(place, 0)[:, None, :, None], axis=2)
-  return jnp.where((place >= 0)[:, None, :, None], new.astype(ring.dtype), ring)
+  return jnp.where((place >= 0)[:, None, :, None], new.astype(held.dtype), held)
 
 
 def _append(layer, cache, step, x):
@@ -229,7 +230,7 @@ def _attend_one(layer, cache, step, q, length):
 def _attend_many(layer, cache, step, q):
   """Return the outputs of several new queries, which attend to all slots up to their own, and the cache."""
   held, layout = cache.layers[layer], cache.layout
-  k, v = _numbers(layer, cache, held, q.dtype)
+  k, v = _keys_and_values(layer, cache, held, q.dtype)
   slot = cache.length[:, None] + jnp.arange(q.shape[1])
   visible = Visible.up_to(slot)
   if held.carried is not None and layout.accumulates:
@@ -261,11 +262,11 @@ def _attend_window(layer, cache, window, step, q, stored):
     position = jnp.concatenate([ring.positions(cache.seen, slots, window), query], axis=1)
   distance = query[:, :, None] - position[:, None]
   allowed = (position >= 0)[:, None] & (distance >= 0) & (distance < window)
-  k, v = _numbers(layer, cache, held, q.dtype)
+  k, v = _keys_and_values(layer, cache, held, q.dtype)
   return attention(q, k, v, allowed[:, None], layout.fp8_softmax), cache
 
 
-def _numbers(layer, cache, held, dtype):
+def _keys_and_values(layer, cache, held, dtype):
   """Return the keys and values of a layer as [B, S, K, D] in `dtype`. The mean of rotated key biases is left out."""
   k, v = (jnp.swapaxes(x, 1, 2) for x in (cache.keys(layer, held, centred=True), cache.values(layer, held)))
   return (k, v) if cache.scales is None else (k.astype(dtype), v.astype(dtype))

@@ -7,8 +7,8 @@ A fact that only one process knows is broadcast in the same way:
     batch = team.broadcast('batch', lambda: poll())                    process 0 calls poll(); all processes get its result
     problem = team.broadcast('problem', lambda: problems[5], by=1)     process 1 reads the problem
 
-Messages go over sockets, not over the devices, which may be busy. All of them pass through process 0. A process waits only when
-it receives.
+Messages go over sockets, not over the devices, which may be busy. All of them pass through process 0. A process waits when it
+receives, and when it sends a message for which the socket has no room.
 """
 
 import os

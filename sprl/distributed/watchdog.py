@@ -108,7 +108,7 @@ class Judge:
       if not hub.over and now > hub.heard + self.patience + 2 * MUTE:  # later than the hub itself would decide
         self._decide(f'{hub.name} has not reported for {self.patience:g} s', now)
 
-  def sentence(self, now: float) -> str:
+  def final_message(self, now: float) -> str:
     """Return the message with which this process must end now, or ''."""
     others_first = self.hub and now < self.deadline + LAST and not all(peer.closed for peer in self.peers)
     if now < self.deadline or others_first:
@@ -132,7 +132,7 @@ class Watchdog:
 
   Args:
     name: the name of this process in messages.
-    peers: connection and name of each watchdog that this one is connected to: in the hub of all others, else of the hub.
+    peers: connection and name of each watchdog that this one is connected to. Process 0 is connected to all others, they to it.
     hub: whether this is process 0.
     progress: returns the number of broadcasts that this process has begun, and whether it waits for one.
     patience: seconds without progress after which the run ends.
@@ -185,8 +185,8 @@ class Watchdog:
         self._deliver()
         if judge.verdict:
           self._decided.set()
-        if sentence := judge.sentence(now):
-          os.write(2, f'{sentence}\n'.encode())
+        if message := judge.final_message(now):
+          os.write(2, f'{message}\n'.encode())
           os._exit(judge.status)
 
   def _receive(self, connection: Connection, peer: Member, now: float) -> None:

@@ -22,10 +22,10 @@ def create(name: str, private: bool, client: Any = None) -> None:
   client = client or _client()
   try:
     client.create_repo(repo_id=name, private=private, exist_ok=True)
-    public = private and not client.repo_info(repo_id=name).private
+    wrong = private and not client.repo_info(repo_id=name).private
   except Exception as error:  # the hub's errors come from several libraries
     raise _refused(name, error) from error
-  if public:
+  if wrong:
     raise SettingsError(f'--push={name}: exists and is public; expected no --private, or another name')
 
 
@@ -43,7 +43,7 @@ def push(name: str, folder: Path, message: str, client: Any = None) -> str:
 
 
 def _refused(name: str, error: Exception) -> SettingsError:
-  cause = ' '.join(f'{type(error).__name__}: {error}'.split())  # one line
+  cause = ' '.join(f'{type(error).__name__}: {error}'.split())
   return SettingsError(
     f'--push={name}: the Hugging Face hub refused it ({cause}); expected a token that may write there, '
     'in HF_TOKEN or from `hf auth login`'

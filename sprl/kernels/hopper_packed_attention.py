@@ -1,13 +1,13 @@
 """Attention of packed rows for NVIDIA Hopper, in Pallas Mosaic GPU: forward pass, and a backward pass without atomic sums.
 
-A program computes 128 queries of one head. Two warpgroups multiply for 64 queries each. A third warpgroup makes the copy engine
-(TMA) fetch blocks of keys and values in advance. Each query sees two stretches of keys (sprl/kernels/packed_attention.py).
-`_spans` reduces them to two ranges of blocks that a program visits: one for prefixes and one for the queries' own segments. Most
-blocks are visible to all queries of the program and need no mask. In the other blocks, a warpgroup compares the indices of the
-keys with the stretches of its queries.
+A program computes 128 queries of one head, or in the pass for dk and dv 128 keys of one kv head. Two warpgroups multiply for 64
+of them each. A third warpgroup makes the copy engine (TMA) fetch blocks in advance. Each query sees two stretches of keys
+(sprl/kernels/packed_attention.py). `_spans` reduces them to two ranges of blocks that a program visits: one for prefixes and one
+for the queries' own segments. Most blocks are visible to all queries of the program and need no mask. In the other blocks, a
+warpgroup compares the indices of the keys with the stretches of its queries.
 
     forward    scores [64 q, 128 s] = q @ k^T;  running maximum and sum of each query;  out += exp2(scores - maximum) @ v
-    dq         p = exp2(scores - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k
+    dq         p = exp2((q @ k^T - lse) * factor);  ds = p * (dout @ v^T - delta);  dq += ds @ k
     dk, dv     transposed scores [64 s, 64 q]; a program visits the blocks of queries that see its keys, for all heads of a group
 
 `delta` is the sum of dout * out for each query. Exponentials have base 2: the factor of the scores includes log2(e).
@@ -34,7 +34,7 @@ KEYS_BACK = 64  # keys per stage in the pass for dq
 QUERIES_BACK = {64: 64, 128: 32}  # head width -> queries per stage in the pass for dk and dv; more would spill registers
 STAGES, STAGES_BACK = 2, 3
 LEAST = -1e30  # start of the running maximum instead of -inf, because -inf - -inf is nan
-NOWHERE = 2**30  # the first key of an empty stretch
+NOWHERE = 2**30  # larger than every index: the first key of a query that sees none
 
 Shape = jax.ShapeDtypeStruct
 MATRIX = plgpu.Layout.WGMMA  # the layout of the tensor core's results
@@ -70,7 +70,7 @@ def _forward(q, k, v, visible, interpret):
   """
   (B, T, H, D), group = q.shape, q.shape[2] // k.shape[2]
   stretches = _stretches(visible)
-  queries, (k_whole, v_whole) = _whole(q), map(_whole, (k, v))
+  queries, (k_whole, v_whole) = _padded(q), map(_padded, (k, v))
 
   def hopper_packed_attention(q_ref, k_ref, v_ref, seen_ref, spans_ref, out_ref, lse_ref, q_s, k_s, v_s, p_s, lse_s, **barriers):
     warpgroup, b, h, first, rows = _place(spans_ref)
@@ -94,8 +94,8 @@ def _forward(q, k, v, visible, interpret):
         took('k', n)
         scores = _product(q_s.at[warpgroup], k_s.at[stage].T, _filled((ROWS, KEYS), 0.0), interpret) * _score_factor(D)
         done('k', n)
-        whole = _whole_block(spans_ref, b, first, at, KEYS)
-        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
+        whole = _all_visible(spans_ref, b, first, at, KEYS)
+        scores = _masked(scores, whole, partial(_indices, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         p, shrink = jnp.exp2(scores - _down(new_top, scores)), jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(p, axis=1)
@@ -114,7 +114,7 @@ def _forward(q, k, v, visible, interpret):
       plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[b, h, rows])
       plgpu.wait_smem_to_gmem(0)
 
-    _share(warpgroup, steps, STAGES, fetch, multiply, barriers)
+    _divide(warpgroup, steps, STAGES, fetch, multiply, barriers)
 
   out, lse = _call(
     hopper_packed_attention,
@@ -141,7 +141,7 @@ def _backward(interpret, saved, dout):
   stretches = _stretches(visible)
   delta = jnp.einsum('bthd,bthd->bht', out, dout, preferred_element_type=jnp.float32)
   delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - delta.shape[2])))
-  arrays = *map(_whole, (q, k, v, dout.astype(q.dtype))), lse, delta
+  arrays = *map(_padded, (q, k, v, dout.astype(q.dtype))), lse, delta
   dq = _gradient_of_queries(arrays, stretches, interpret)
   dk, dv = _gradients_of_keys(arrays, stretches, _viewers(visible), visible.window, interpret)
   return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]], None
@@ -179,8 +179,8 @@ def _gradient_of_queries(arrays, stretches, interpret):
         stage, at = lax.rem(n, jnp.int32(STAGES_BACK)), block(n) * KEYS_BACK
         took('kv', n)
         scores = _product(q_s.at[warpgroup], k_s.at[stage].T, -_down(lse, shape), interpret)
-        whole = _whole_block(spans_ref, b, first, at, KEYS_BACK)
-        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
+        whole = _all_visible(spans_ref, b, first, at, KEYS_BACK)
+        scores = _masked(scores, whole, partial(_indices, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
         p = jnp.exp2(scores * _score_factor(D))
         ds = p * _product(dout_s.at[warpgroup], v_s.at[stage].T, -_down(delta, shape), interpret)
         acc = _product(held(ds), k_s.at[stage], acc, interpret)
@@ -193,7 +193,7 @@ def _gradient_of_queries(arrays, stretches, interpret):
       plgpu.copy_smem_to_gmem(q_s.at[warpgroup], dq_ref.at[b, rows, h])
       plgpu.wait_smem_to_gmem(0)
 
-    _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
+    _divide(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
 
   return _call(
     hopper_packed_attention_dq,
@@ -254,8 +254,8 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
         lse, delta = (_per_column(x_ref.at[b, h, here]) for x_ref in (lse_ref, delta_ref))
         took('q', n)
         scores = _product(k_s.at[warpgroup], q_s.at[stage].T, -_across(lse, shape), interpret)
-        whole = _whole_block(spans_ref, b, i, at, ROWS)
-        number, key = partial(_numbers, i * queries, scores, 1), partial(_numbers, at, scores, 0)
+        whole = _all_visible(spans_ref, b, i, at, ROWS)
+        number, key = partial(_indices, i * queries, scores, 1), partial(_indices, at, scores, 0)
         bounds = (partial(_down, x, scores) for x in (behind, viewer, last))
 
         def in_window():
@@ -277,7 +277,7 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
         plgpu.copy_smem_to_gmem(x_s.at[warpgroup], x_ref.at[b, rows, kv])
       plgpu.wait_smem_to_gmem(0)
 
-    _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
+    _divide(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
 
   spans = _spans(stretches, queries, BLOCK)
   blocks = _viewing_blocks(spans, -(-S // BLOCK))
@@ -303,7 +303,7 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
 # --- which blocks a program visits -----------------------------------------------------------------------------------
 
 
-def _whole(x):
+def _padded(x):
   """Pad tokens to whole tiles of 8: Mosaic (jax 0.12) does not clip the copy engine's tiles."""
   return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
@@ -387,7 +387,7 @@ def _walk(spans_ref, b, i):
   return before + end - own, lambda n: jnp.where(n < before, first + n, own + n - before)
 
 
-def _whole_block(spans_ref, b, i, key, count):
+def _all_visible(spans_ref, b, i, key, count):
   """Return whether all queries of block i see the `count` keys that start at index `key`."""
   start, end, prefix_start, prefix_end = (spans_ref[b, i, field] for field in range(4, 8))
   return ((start <= key) & (key + count <= end)) | ((prefix_start <= key) & (key + count <= prefix_end))
@@ -424,7 +424,7 @@ def _place(blocks_ref):
   return warpgroup, lax.axis_index('row'), lax.axis_index('head'), block, pl.ds(block * BLOCK + ours * ROWS, ROWS)
 
 
-def _share(warpgroup, steps, stages, fetch, multiply, barriers):
+def _divide(warpgroup, steps, stages, fetch, multiply, barriers):
   """Divide a program's work: one warpgroup fetches the operands of all steps into the ring of stages, the others multiply.
 
   fetch(n, stage, came, free)   copies the operands of step n to `stage`
@@ -484,7 +484,7 @@ def _masked(scores, whole, number, low, gap, start, end, also=None):
   return lax.cond(whole, lambda scores: scores, mask, scores)
 
 
-def _numbers(first, like, axis):
+def _indices(first, like, axis):
   return plgpu.broadcasted_iota(jnp.int32, like.shape, axis, layout=MATRIX) + first
 
 

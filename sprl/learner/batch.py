@@ -48,7 +48,7 @@ class TrainBatch:
   prefixes: Int[Array, 'A R T']  # the segment that this one continues; 0: none
   predictor: Int[Array, 'A S N']  # of scored position n: index of the predicting state among the N = R / S * T of the shard
   target: Int[Array, 'A S N']  # of scored position n: the token to predict
-  scored: Int[Array, 'A QS']  # number of scored positions of each part of a shard, which come first among their N / Q
+  scored: Int[Array, 'A QS']  # number of scored positions in each part of a shard; they fill its N / Q places from the front
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
   prompt: Int[Array, ' B']  # number of the sequence's prompt among those of the batch
@@ -134,7 +134,7 @@ class Tokens:
   """Numbers of tokens in the packed rows of a step's minibatches."""
 
   read: int = 0  # in the rows
-  pairs: int = 0  # of a token with itself or an earlier token that it sees, which attention compares: mean over the layers
+  pairs: int = 0  # (query, key) that attention compares: mean over the layers
   trained: int = 0  # that the model wrote and the loss sees
 
   @classmethod

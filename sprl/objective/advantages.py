@@ -26,9 +26,9 @@ OVERLONG = 0.5  # largest penalty of a long answer. DAPO's is 1, for rewards of 
 
 
 def overlong_penalty(length: Int[np.ndarray, ' B'], longest: int, share: float | None) -> Float[np.ndarray, ' B']:
-  """Return what is subtracted from the reward of a completion for its length (DAPO, arXiv 2503.14476, eq. 13, halved).
+  """Return the length penalty of each completion, to subtract from its reward (DAPO, arXiv 2503.14476, eq. 13, halved).
 
-  It rises linearly over the last `share` of the `longest` tokens. None: it is 0.
+  It rises linearly from 0 to OVERLONG over the last `share` of the `longest` tokens. Without `share` it is 0.
   """
   if share is None:
     return np.zeros(len(length), np.float32)
@@ -63,7 +63,7 @@ def advantages(
 def estimator(settings: Advantage) -> Callable:
   """Return the function of the estimator, or that of a user's file, `file.py:NAME`.
 
-  Raises SettingsError for another name, a file without it, and for something that is no function.
+  Raises SettingsError for an unknown name, a file that does not define NAME, and a NAME that is no function.
   """
   if settings.estimator in ESTIMATORS:
     return ESTIMATORS[settings.estimator]

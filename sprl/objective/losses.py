@@ -154,7 +154,7 @@ VARIANTS: dict[str, Callable] = {
 def function_of(settings: Loss) -> Callable:
   """Return the function of a variant, or that of a user's file, `file.py:NAME`.
 
-  Raises SettingsError for another name, a file without it, and for something that is no function.
+  Raises SettingsError for an unknown name, a file that does not define NAME, and a NAME that is no function.
   """
   if settings.variant in VARIANTS:
     return VARIANTS[settings.variant]
@@ -182,7 +182,8 @@ def token_loss(
   """
   denominator = logprobs.old if mode == 'decoupled' else logprobs.sampler
   if logprobs.current is None or denominator is None:
-    raise ValueError(f'LogProbs.current and .old in mode {mode!r}: expected arrays, got None')
+    other = 'old' if mode == 'decoupled' else 'sampler'
+    raise ValueError(f'LogProbs.current and .{other} in mode {mode!r}: expected arrays, got None')
   # Values outside the mask may be NaN. They are replaced before the arithmetic: 0 * NaN is NaN, in gradients as well.
   logp, denominator, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, denominator, advantage, weight))
   w = w if settings.weighted(mode) else mask.astype(w.dtype)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 GLANCE = 0.01  # seconds to wait for one engine before the others and the workers are looked at
 RETRIES = 2  # further attempts at a member whose environment or agent failed, before it is lost
 WARNINGS = 20  # kinds of failures that are logged
-FRUITLESS_BATCHES = 50  # if more groups than this many batches hold are dropped in a row, the run stops
+FRUITLESS_BATCHES = 50  # if more groups in a row than this many batches hold fail, are filtered out or ungraded, the run stops
 
 
 class Stalled(RuntimeError):
@@ -140,7 +140,7 @@ class Scheduler:
     """Wait for the chunks under way and prepare the engines for new weights, by `rollout.sync`.
 
     recompute   aborts the running requests and queues each of them again, with the tokens that it has drawn
-    drain       waits until all running requests have ended; no new request goes to the engines meanwhile
+    drain       waits until all requests of the engines have ended, queued ones too; no other one goes to them meanwhile
     keep        leaves requests and caches as they are
 
     Except with keep, the caches that are kept between the turns of conversations are dropped.
@@ -425,7 +425,7 @@ class Scheduler:
 
   @property
   def _hopeless(self) -> bool:
-    """Whether more than FRUITLESS_BATCHES batches of groups were dropped in a row, or no group is left to ask.
+    """Whether too many groups in a row were fruitless (FRUITLESS_BATCHES), or no group is left to ask.
 
     Nothing more starts then. `batch` raises, but an update under way ends first.
     """

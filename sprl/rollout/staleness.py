@@ -23,8 +23,8 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' N']:
-  """Return the lag of each of the N tokens: steps between its drawing and the step that changes weights of this `version`.
+  """Return the lag of each of the N trained tokens: `version` minus the version of the weights that drew it.
 
-  Withheld tokens do not count.
+  Tokens of withheld trajectories are left out.
   """
   return np.concatenate([version - s.version[s.mask] for t in trained_on(trajectories) for s in sequences(t)])

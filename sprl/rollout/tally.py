@@ -81,7 +81,7 @@ class Tally:
 
 
 def selection(samples: Sequence[Sample]) -> dict[str, float]:
-  """Return `async/` metrics that compare the trained samples with all samples of the same groups.
+  """Return `async/` metrics that compare the trained samples with all samples of the groups that were consumed or dropped.
 
   dropped_members, dropped_tokens    number of dropped samples, and the tokens that they drew
   dropped_graded                     number of dropped samples with a reward

@@ -155,7 +155,10 @@ class Engine:
       self._start_chunk(weights)
 
   def _left(self) -> int:
-    """Return the most tokens that a running request may draw in decode steps after the last `collect`; 1 if it may draw none."""
+    """Return the most tokens that a running request may draw in decode steps after the last `collect`.
+
+    It is at least 1 if a request runs, so that a chunk reports its end; 0 if none runs.
+    """
     left = [row.request.max_tokens - max(len(row.tokens), 1) for row in self._rows if row is not None]
     return max(1, *left) if left else 0
 
@@ -189,9 +192,6 @@ class Engine:
     finished, self._finished = self._finished, []
     if self._chunks:
       finished += self._collect_chunk(self._chunks.popleft())
-      now = time.perf_counter()
-      self.usage.busy += now - (self._since or now)
-      self._since = now
     self._since = self._since if self.load else None
     return finished
 
@@ -199,6 +199,7 @@ class Engine:
     """Collect the chunks that are in the devices' queue. The next `collect` returns the requests that ended."""
     while self._chunks:
       self._finished += self._collect_chunk(self._chunks.popleft())
+    self._since = self._since if self.load else None
 
   def _collect_chunk(self, chunk: Chunk) -> list[Completion]:
     """Wait for a chunk and record its tokens. Returns the requests that ended, whose rows are free and whose caches are kept."""
@@ -223,6 +224,9 @@ class Engine:
     self.usage.chunks += 1
     self.usage.steps += self.config.sampling.chunk if self.config.fixed_chunks else max(drawn)
     self.usage.tokens += sum(drawn)
+    now = time.perf_counter()
+    self.usage.busy += now - (self._since or now)
+    self._since = now
     return finished
 
   def _fetch_news(self, chunk: Chunk) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ class Row:
   """A running request and the tokens that the host has seen of it."""
 
   request: Request
-  first: int  # version of the weights that draw its first token; those of its first chunk may be newer
+  first: int  # version of the weights that draw its first token; after a swap, later tokens come from newer ones
   tokens: list[int] = field(default_factory=list)
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)

@@ -20,7 +20,9 @@ from sprl.config import SettingsError, Task
 SIZE = 100_000  # training problems
 HELD_OUT = 128  # distinct questions of the test split, at most
 _ONE_IN = 4  # one question in four is held out
-_MAX_TRIES = 200  # seeds tried for one training problem; if some are not held out, all 200 fail with probability (1/4)^200
+_MAX_TRIES = (
+  200  # seeds tried for one training problem; of many different questions, all 200 are held out with probability (1/4)^200
+)
 _SCANNED = 20  # problems generated at most for each held-out problem
 
 
@@ -30,7 +32,8 @@ def rows(task: Task, split: str, size: int = SIZE, held_out: int = HELD_OUT, see
   train: `size` problems, generated on demand, by index. test: at most `held_out` distinct questions; the search stops after 20
   generated problems for each. `seed` is the seed of the generator.
 
-  Raises SettingsError for an unknown task.name (with close matches), refused task.args, and too few distinct problems.
+  Raises SettingsError for an unknown task.name (with close matches), refused task.args, and a split without a problem.
+  A test split may have fewer than `held_out`.
   """
   assert task.name, 'checked with the settings'
   made = partial(generator, task.name, task.args)
@@ -143,7 +146,7 @@ def _test(task: Task, made: Callable[[int, int], Any], size: int, held_out: int,
     if len(found) == held_out:
       break
   if not found:
-    raise SettingsError(f'config.task.name = {task.name!r}, args {task.args!r}: too few distinct questions to hold some out')
+    raise SettingsError(f'config.task.name = {task.name!r}, args {task.args!r}: too few distinct questions: none is held out')
 
 
 def _entries(made: Callable[[int, int], Any], count: int, most: int, seed: int) -> Iterator[dict[str, Any]]:

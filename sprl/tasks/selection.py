@@ -68,7 +68,8 @@ class Filter:
   value: str
 
   def keeps(self, where: str, row: Mapping[str, Any]) -> bool:
-    """Return whether a row meets the condition. A null value meets only `==null` and `!=` of another value.
+    """Return whether a row meets the condition. A null value, or a column that the row does not have, meets
+    only `==null` and `!=` of another value.
 
     Raises SettingsError if the value of the row cannot be compared.
     """
@@ -139,7 +140,7 @@ def at(row: Mapping[str, Any], column: str) -> Any:
   return at(inner, rest) if isinstance(inner, Mapping) else ABSENT
 
 
-# --- both ------------------------------------------------------------------------------------------------------------
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def selected(task: Task, split: str, read: Callable[[str], Table]) -> Iterator[tuple[int, Line]]:
@@ -150,7 +151,8 @@ def selected(task: Task, split: str, read: Callable[[str], Table]) -> Iterator[t
     split: a split, or a part of one, such as `train[:95%]`.
     read: returns the table of a split by its name.
 
-  Raises SettingsError if a text cannot be read, a column does not exist, or no row is left.
+  Raises SettingsError if the split or a filter cannot be parsed; and after the last row, if no row has a filter's column, or none
+  meets all filters.
   """
   part, filters = parse_split(split), [parse_filter(text) for text in task.filters]
   table = read(part.name)

@@ -40,23 +40,23 @@ def test_a_closed_connection_is_a_death_and_the_hub_ends_after_the_others():
   judge = hub_of(3)
   judge.close(judge.peers[1], 'died', 10.0)
   assert messages(judge, Verdict) == [(f'process {k}', Verdict('process 2 died', 0.0)) for k in (1, 2, 3)]
-  assert judge.sentence(10.0) == ''  # processes 1 and 3 are still there
+  assert judge.final_message(10.0) == ''  # processes 1 and 3 are still there
   judge.close(judge.peers[0], 'died', 10.1)
   judge.close(judge.peers[2], 'died', 10.2)
-  assert judge.sentence(10.2).startswith('error: process 2 died, so process 0 ends; ')
+  assert judge.final_message(10.2).startswith('error: process 2 died, so process 0 ends; ')
 
 
 def test_the_hub_waits_for_the_others_for_a_limited_time():
   judge = hub_of(2)
   judge.close(judge.peers[0], 'died', 10.0)
-  assert judge.sentence(10.0 + 0.9 * LAST) == ''
-  assert 'process 1 died' in judge.sentence(10.0 + LAST)
+  assert judge.final_message(10.0 + 0.9 * LAST) == ''
+  assert 'process 1 died' in judge.final_message(10.0 + LAST)
 
 
 def test_a_follower_ends_at_once_when_the_hub_is_gone():
   judge = follower()
   judge.close(judge.peers[0], 'cannot be reached (Connection timed out)', 5.0)
-  assert judge.sentence(5.0).startswith('error: process 0 cannot be reached (Connection timed out), so process 1 ends; ')
+  assert judge.final_message(5.0).startswith('error: process 0 cannot be reached (Connection timed out), so process 1 ends; ')
 
 
 def test_an_error_leaves_the_others_time_to_report_their_own():
@@ -65,8 +65,8 @@ def test_an_error_leaves_the_others_time_to_report_their_own():
   [(name, verdict)] = messages(hub, Verdict)  # process 2 needs none
   assert name == 'process 1'
   other.receive(other.peers[0], verdict, 10.0)
-  assert other.sentence(10.0 + 0.9 * GRACE) == ''
-  assert other.sentence(10.0 + GRACE) == 'error: process 2 ended with status 3, so process 1 ends'
+  assert other.final_message(10.0 + 0.9 * GRACE) == ''
+  assert other.final_message(10.0 + GRACE) == 'error: process 2 ended with status 3, so process 1 ends'
 
 
 @pytest.mark.parametrize(('ended', 'status'), [(1, LOST), (2, 2), (3, 3), (-9, LOST), (143, LOST)])
@@ -75,14 +75,14 @@ def test_all_processes_have_the_status_of_an_error_that_a_restart_would_repeat(e
   hub.receive(hub.peers[1], Ended(ended), 10.0)
   other.receive(other.peers[0], messages(hub, Verdict)[0][1], 10.0)
   assert hub.status == other.status == status
-  assert ('resumes' in other.sentence(20.0)) == (status == LOST)
+  assert ('resumes' in other.final_message(20.0)) == (status == LOST)
 
 
 def test_a_process_that_announces_its_own_error_is_not_ended_by_a_verdict():
   judge = follower()
   judge.receive(judge.peers[0], Ended(2), 10.0)
   judge.leave(2)
-  assert judge.sentence(100.0) == ''
+  assert judge.final_message(100.0) == ''
   assert messages(judge, Ended) == [('process 0', Ended(2))]
 
 
@@ -91,7 +91,7 @@ def test_an_announced_end_is_not_reported():
   judge.receive(judge.peers[0], Ended(0), 10.0)
   judge.close(judge.peers[0], 'died', 11.0)
   assert judge.verdict == ''
-  assert judge.sentence(100.0) == ''
+  assert judge.final_message(100.0) == ''
 
 
 def test_the_first_cause_is_the_verdict():

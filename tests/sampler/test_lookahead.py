@@ -143,3 +143,14 @@ def test_aborted_requests_continue_as_if_never_aborted():
   assert engine.load == len(parts)
   later = finish(engine)
   assert_equal({uid: part.then(later[uid]) for uid, part in parts.items()}, {uid: one_at_a_time()[uid] for uid in parts})
+
+
+def test_usage_counts_the_time_of_a_chunk_that_a_swap_collects():
+  engine = engine_of(asked=asked()[4:])
+  engine.dispatch()
+  engine.collect()
+  busy = engine.usage.busy
+  engine.swap(weights(), 1)
+  assert engine.usage.chunks == 2
+  assert engine.usage.busy > busy
+  assert 0 <= engine.usage.host_overhead <= 1

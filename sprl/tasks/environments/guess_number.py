@@ -1,6 +1,7 @@
 """Guess the number: after each guess the game says whether the number is higher or lower.
 
-The model answers `<answer>37</answer>`. Rewards: the number 1, an answer that is not a whole number of the range -0.1, else 0.
+The model answers `<answer>37</answer>`. The reward is 1 for the right number, `invalid_penalty`
+(default: -0.1) for an answer that is not a whole number in the range, and 0 otherwise.
 """
 
 import re
@@ -18,7 +19,7 @@ _AGGREGATION = {'success': 'last', 'valid_action': 'mean'}
 class GuessNumber:
   """The game on the whole numbers `low` to `high`, with `max_actions` guesses, invalid ones included.
 
-  Raises ValueError if the range has fewer than two numbers.
+  Raises ValueError unless low < high and both have at most 12 digits.
   """
 
   name = 'guess_number'
