@@ -81,7 +81,7 @@ LARGER = _totals('totals_larger', 'Llama of 2.3 M parameters')
 # Qwen2.5 the sizes are up to some hundreds.
 KEY_BIASES = {'totals_biased': (100.0, 4), 'totals_more_biased': (40.0, 8)}
 BIASED = _totals('totals_biased', 'Qwen2 of 1.0 M parameters, with large key biases,')
-MORE_BIASED = _totals('totals_more_biased', 'Qwen2 of 1.0 M parameters, with key biases in more channels,')
+MORE_BIASED = _totals('totals_more_biased', 'Qwen2 of 1.0 M parameters, with more key biases,')
 MIXTURE = _totals('totals_mixture', 'Mixture of experts, 0.7 M of 1.9 M parameters active,')
 DICTATION = Task(
   name='dictation',
