@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from claims import figure, page
-from claims.experiment import Experiment, find, names
+from claims.experiment import Experiment, count, find, names
 from claims.verdict import judged
 from claims.worker import result_file, stop_file
 from common import RESULTS, ROOT, commit, cores, positive, record, report
@@ -139,8 +139,3 @@ def saved(experiment: Experiment) -> Found:
       'restore the experiment, or delete the result and run it again'
     )
   return {arm: {int(seed): found for seed, found in of.items()} for arm, of in result['records'].items()}
-
-
-def count(records: Found) -> int:
-  """Return the number of runs."""
-  return sum(map(len, records.values()))

@@ -209,6 +209,11 @@ def _plain(each: Comparison) -> dict[str, Any]:
   return {name: value for name, value in vars(each).items() if value is not None}
 
 
+def count(records: Records) -> int:
+  """Return the number of runs."""
+  return sum(map(len, records.values()))
+
+
 def names() -> list[str]:
   """Return the names of all experiments."""
   return sorted(path.stem for path in (HERE / 'experiments').glob('*.py'))

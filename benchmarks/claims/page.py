@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from claims.experiment import ACCURACY, ALL, BEFORE, OWN, REWARD, SECONDS, Claim, Comparison, Experiment, Records, find
+from claims.experiment import ACCURACY, ALL, BEFORE, OWN, REWARD, SECONDS, Claim, Comparison, Experiment, Records, count, find
 from claims.verdict import judged, measured, values
 from common import RESULTS, ROOT
 
@@ -19,7 +19,8 @@ A verdict is about these small models: it does not say that a paper is wrong abo
 
 **Plans.** An experiment (`benchmarks/claims/experiments/`) fixes its arms, seeds, thresholds and measures before it runs. An
 arm is one combination of settings. In `sparse_rl_phases`, `sparse_rl_snapkv_176`, `fp8_rl`, `fp8_key_bias`, `environments` and
-`staleness`, thresholds or settings were chosen with pilot runs of seeds that no verdict uses. Pilots are not saved.
+`staleness`, thresholds or settings were chosen with pilot runs of seeds that no verdict uses. In `fp8_more_key_bias` the size of
+the biases was chosen by answers before training. Pilots are not saved.
 An earlier plan of `sparse_rl_phases` was replaced after eleven of its runs ([below](#sparse_rl_phases)). After the results, the
 sentences of some claims were changed to say more exactly what is compared; comparisons and thresholds were not. A result has a
 checksum of its plan; in four results it was computed again, because the sentences were part of it. Two runs of
@@ -135,7 +136,7 @@ def text(results: Mapping[str, Records]) -> str:
     parts.append('\n'.join([OVERVIEW, *(summary(find(name), records) for name, records in done.items())]) + '\n')
   parts += [section(find(name), records) for name, records in done.items()]
   parts.append(SIMULATED.format(table='\n'.join([GAINS, *simulated()])))
-  waiting = [waits(find(name), sum(map(len, records.values()))) for name, records in results.items()]
+  waiting = [waits(find(name), count(records)) for name, records in results.items()]
   if any(waiting):
     parts.append('## Not run yet\n\n' + '\n'.join(filter(None, waiting)) + '\n')
   return '\n'.join(parts)
@@ -169,7 +170,7 @@ def summary(experiment: Experiment, records: Records) -> str:
     for each in ('holds', 'does not hold', 'cannot tell')
   ]
   others = [verdict == 'holds' for of_paper, verdict in zip(theirs, verdicts) if not of_paper]
-  runs = f'{sum(map(len, records.values()))} of {len(experiment.runs)}'
+  runs = f'{count(records)} of {len(experiment.runs)}'
   return f'| [{experiment.question}](#{experiment.name}) | {" | ".join(counts)} | {sum(others)} of {len(others)} | {runs} |'
 
 

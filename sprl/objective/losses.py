@@ -180,9 +180,9 @@ def token_loss(
   Raises ValueError if a log-prob that the mode needs is missing, and SettingsError if the variant's function returns anything but
   three arrays [B, T], the last one of bool.
   """
-  denominator = logprobs.old if mode == 'decoupled' else logprobs.sampler
+  other = 'old' if mode == 'decoupled' else 'sampler'
+  denominator = getattr(logprobs, other)
   if logprobs.current is None or denominator is None:
-    other = 'old' if mode == 'decoupled' else 'sampler'
     raise ValueError(f'LogProbs.current and .{other} in mode {mode!r}: expected arrays, got None')
   # Values outside the mask may be NaN. They are replaced before the arithmetic: 0 * NaN is NaN, in gradients as well.
   logp, denominator, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, denominator, advantage, weight))
