@@ -250,6 +250,14 @@ def test_a_seed_has_the_same_start_in_every_arm():
   assert EXPERIMENT.runs == [('a', 1), ('b', 1), ('a', 2), ('b', 2)]  # seed 0 is for pilots
 
 
+def test_a_stage_runs_with_all_seeds_before_the_next_one():
+  staged = dataclasses.replace(EXPERIMENT, stages=(('b',), ('a',)))
+  assert staged.runs == [('b', 1), ('b', 2), ('a', 1), ('a', 2)]
+  assert staged.plan() == EXPERIMENT.plan()  # the order changes no result
+  with pytest.raises(ValueError, match=r'stages = .*: expected each arm once'):
+    dataclasses.replace(EXPERIMENT, stages=(('a',), ('a',)))
+
+
 @pytest.mark.parametrize('name', names())
 def test_the_settings_of_all_arms_are_accepted(name, tmp_path):
   from sprl.config import default_config

@@ -123,6 +123,7 @@ class Experiment:
   steps: int
   seeds: int = 8
   first_seed: int = 1
+  stages: tuple[tuple[str, ...], ...] = ()  # arms in the order in which they run; by default all at once
   settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
   shown: tuple[str, ...] = ()  # series that the picture shows
@@ -136,6 +137,8 @@ class Experiment:
   def __post_init__(self):
     if unknown := {*self.shown} - {REWARD, *self.series}:
       raise ValueError(f'{self.name}: shown = {", ".join(sorted(unknown))}: expected some of {(REWARD, *self.series)}')
+    if self.stages and sorted(arm for stage in self.stages for arm in stage) != sorted(self.arms):
+      raise ValueError(f'{self.name}: stages = {self.stages}: expected each arm once; arms: {sorted(self.arms)}')
     if unknown := {*self.asked} - {*self.arms}:
       raise ValueError(f'{self.name}: asked = {", ".join(sorted(unknown))}: expected some of {sorted(self.arms)}')
     known = {*self.arms, BEFORE}
@@ -160,8 +163,13 @@ class Experiment:
 
   @property
   def runs(self) -> list[tuple[str, int]]:
-    """All pairs of arm and seed. A seed's arms follow each other, so that an interrupted experiment has whole pairs."""
-    return [(arm, seed) for seed in range(self.first_seed, self.first_seed + self.seeds) for arm in self.arms]
+    """All pairs of arm and seed.
+
+    A stage runs with all seeds before the next one begins, because a verdict needs all seeds. Within a stage a seed's arms follow
+    each other, so that an interrupted experiment has whole pairs.
+    """
+    seeds = range(self.first_seed, self.first_seed + self.seeds)
+    return [(arm, seed) for stage in self.stages or (tuple(self.arms),) for seed in seeds for arm in stage]
 
   def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that differ from the default, by key."""
