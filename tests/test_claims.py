@@ -520,6 +520,7 @@ def test_the_readme_has_the_verdicts_of_each_budget(row, statement):
     ('If as many sequences', 'sparse_rl_phases', ['It matters which']),
     ('A budget of 112', 'sparse_rl_phases', ['A budget of 112']),
     ('An FP8 cache that rounds large', 'fp8_key_bias_again', ['An FP8 cache that rounds']),
+    ('The same with biases in more', 'fp8_more_key_bias', ['With token-level MIS training ends at most']),
     ('A mixture of experts', 'mixture_replay', ['With R3']),
     ('Running ahead, and redundant', 'environments', ['Running ahead reaches', 'Redundant environments reach']),
     ('Both together reach it', 'environments', ['While rollouts run ahead']),
@@ -552,15 +553,18 @@ def test_the_readme_has_what_is_known_of_stale_samples():
 
 
 def test_the_readme_has_the_accuracies_of_the_results():
-  fp8, again, larger, snapkv, mixture = (
+  fp8, again, more, larger, snapkv, mixture = (
     command.saved(find(name))
-    for name in ('fp8_rl', 'fp8_key_bias_again', 'sparse_rl_larger', 'sparse_rl_snapkv', 'mixture_replay')
+    for name in ('fp8_rl', 'fp8_key_bias_again', 'fp8_more_key_bias', 'sparse_rl_larger', 'sparse_rl_snapkv', 'mixture_replay')
   )
   assert row_of('FP8 linears and an FP8 cache end lower')[2] == f'{mean(fp8, "alone@both")}; float32 {mean(fp8, "full")}'
   fast = f'With 4 times the learning rate {mean(fp8, "tis@4 x")}; float32 {mean(fp8, "full@4 x")}'
   assert row_of('With token-level TIS they')[2] == f'{mean(fp8, "tis@both")}. {fast}'
   biased = f'{mean(again, "alone@plain")}; with TIS {mean(again, "tis@plain")}; float32 {mean(again, "full")}'
   assert row_of('An FP8 cache that rounds large')[2] == biased
+  several = f'MIS {mean(more, "mis@plain")}, no correction {mean(more, "alone@plain")}, TIS {mean(more, "tis@plain")}'
+  start = mean(more, 'full', 'before')
+  assert row_of('The same with biases in more')[2] == f'{several}, float32 {mean(more, "full")}, before training {start}'
   replayed = f'R3 {mean(mixture, "R3@w8a8")}, without replay {mean(mixture, "none@w8a8")}, float32 {mean(mixture, "none@full")}'
   assert row_of('A mixture of experts')[2] == replayed
   for row, records in (('The same three claims with 2.3 M', larger), ('The same three claims with SnapKV', snapkv)):

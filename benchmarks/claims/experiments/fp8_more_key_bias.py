@@ -14,6 +14,13 @@ from claims.experiments import fp8_key_bias
 from claims.tasks import MORE_BIASED
 
 MISMATCH = fp8_key_bias.MISMATCH
+REASON = (
+  'MIS gives no gradient to tokens whose weight is not in 0.5 to 2. Many of these are tokens that the rounding of the cache '
+  'changed. So nothing trains the policy to answer well from this cache: k3 rises from 0.044 over the first fifth of the steps '
+  'to 0.087 over the last (growth -0.012 to 0.100). Without a correction such tokens count, and k3 falls from 0.032 to 0.012 '
+  '(change -0.037 to -0.004): how much is rounded depends on the weights, so a policy can learn to avoid it. One wrong total '
+  'makes an answer wrong, so such tokens cost more here than in free text.'
+)
 
 EXPERIMENT = replace(
   fp8_key_bias.EXPERIMENT,
@@ -28,15 +35,21 @@ EXPERIMENT = replace(
           (Comparison('full', BEFORE, 0.1),)),
     Claim('An FP8 cache that rounds keys with their biases lowers the accuracy by more than 0.05.', 'FP8-RL',
           'a drop without a correction', (Comparison('full', 'alone@plain', 0.05),)),
-    Claim('Token-level TIS reduces the drop.', 'FP8-RL', 'on par', (Comparison('tis@plain', 'alone@plain', 0.0),)),
-    Claim('Token-level MIS reduces the drop.', 'FP8-RL', 'on par', (Comparison('mis@plain', 'alone@plain', 0.0),)),
-    Claim('With token-level TIS the drop is at most 0.05.', 'FP8-RL', 'on par', (Comparison('tis@plain', 'full', -0.05),)),
-    Claim('With token-level MIS the drop is at most 0.05.', 'FP8-RL', 'on par', (Comparison('mis@plain', 'full', -0.05),)),
+    Claim('With token-level TIS training ends higher than without a correction.', 'FP8-RL', 'on par with full precision',
+          (Comparison('tis@plain', 'alone@plain', 0.0),)),
+    Claim('With token-level MIS training ends higher than without a correction.', 'FP8-RL', 'on par with full precision',
+          (Comparison('mis@plain', 'alone@plain', 0.0),), reason=REASON),
+    Claim('With token-level TIS training ends at most 0.05 below full precision.', 'FP8-RL', 'on par',
+          (Comparison('tis@plain', 'full', -0.05),)),
+    Claim('With token-level MIS training ends at most 0.05 below full precision.', 'FP8-RL', 'on par',
+          (Comparison('mis@plain', 'full', -0.05),), reason=REASON),
   ),
-  hours=2.2,
+  hours=2.3,
   unplanned={f'Growth of the mismatch ({arm}).': growth(arm, MISMATCH) for arm in ('alone@plain', 'tis@plain', 'mis@plain')},
   note='`alone` and `plain` are those of `fp8_key_bias`. Eight rotations of a head have biases of 40; there, four have biases of '
   '100. The size was chosen by 200 answers of each model before training: a dense cache solves 0.50 and 0.53 of the problems, '
   '`plain` 0.27 and 0.30. With biases of 150 `plain` only guessed. The models had 900 steps of supervised training on '
-  'right solutions, those of `fp8_key_bias` 1,200.',
+  'right solutions, those of `fp8_key_bias` 1,200.\n\n'
+  'MIS separates from full precision: seven of its eight runs end below their start. The rounding alone loses 0.04, with an '
+  'interval that includes the threshold. Longer answers were not tried.',
 )  # fmt: skip
