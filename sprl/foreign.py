@@ -81,7 +81,7 @@ def referenced(setting: str, reference: str, known: Iterable[str] = ()) -> Any:
   found = split_reference(reference)
   if found is None:
     raise SettingsError(f'{said}: expected {", ".join([*known, ""])}`file.py:NAME`')
-  path, name = Path(found[0]).expanduser().absolute(), found[1]
+  path, name = Path(os.path.expanduser(found[0])).absolute(), found[1]
   if not path.is_file():
     raise SettingsError(f'{said}: {path}: no such file')
   try:

@@ -1,5 +1,6 @@
 """Replaces the problems of a task by those of `--data` of `sprl.evaluate`: which settings stay, and which graders apply."""
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +36,7 @@ def with_data(
     task.kind = 'gsm8k'
   else:
     task.kind, task.path = 'dataset', data
-    if split is None and Path(data).expanduser().is_file():
+    if split is None and Path(os.path.expanduser(data)).is_file():
       split = 'train'  # a file is one split of this name
   if split is not None:
     task.splits = ('train', split)

@@ -1,6 +1,7 @@
 """Data, rewards and environments as a caller of `fit` gives them, turned into settings and `Inputs` of a run."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def inputs_of(
       raise SettingsError(f'environment = {environment!r}: {said}') from None
     task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
   elif isinstance(data, str | Path):
-    is_folder_of_problems = (Path(data).expanduser() / 'train.jsonl').is_file()
+    is_folder_of_problems = (Path(os.path.expanduser(data)) / 'train.jsonl').is_file()
     task |= {'kind': 'jsonl' if is_folder_of_problems else 'dataset', 'path': str(data)}
   elif data is not None:
     train, task['kind'] = listed('data', data), 'rows'

@@ -177,7 +177,8 @@ class Checkpoints:
       _log.warning('damaged checkpoint %s is not used: %s', path, cause)
       damaged.append(f'{path}: {cause}')
     if damaged:
-      raise CheckpointError('every checkpoint is damaged: ' + '; '.join(damaged))
+      which = 'every checkpoint' if step is None else f'the checkpoint of step {step}'
+      raise CheckpointError(f'{which} is damaged: {"; ".join(damaged)}')
     return None
 
   def _path(self, step: int) -> Path:

@@ -91,8 +91,8 @@ def read_located(workdir: str | os.PathLike) -> dict[str, Any]:
   return located(read_config(workdir), last_folder(workdir))
 
 
-def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
-  """Return settings in which names of local files and folders are absolute: those that exist below `folder`, or this one."""
+def located(config: Mapping[str, Any], start: str = '') -> dict[str, Any]:
+  """Return settings in which names of local files and folders are absolute: those that exist below `start`, or here."""
 
   def place(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and key not in ('args', 'template_args', 'columns', 'judge'):  # these have keys of their own
@@ -101,9 +101,14 @@ def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
       return [place('grader', each) for each in value]
     if key not in ('path', 'grader', 'name', 'method', 'variant', 'estimator') or not isinstance(value, str):
       return value
+    if key == 'path' and value.startswith('random:'):
+      from sprl.io.random_model import NAMED  # imported here, because it loads jax
+
+      folder = value.removeprefix('random:')
+      return value if folder in NAMED else f'random:{place(key, folder)}'
     name, mark, function = (value, '', '') if key == 'path' else value.rpartition('.py:')
-    file = Path(name + mark.rstrip(':')).expanduser()
-    places = [Path(base, file) for base in (folder, '') if (mark or key == 'path') and Path(base, file).exists()]
+    file = Path(os.path.expanduser(name + mark.rstrip(':')))
+    places = [Path(base, file) for base in (start, '') if (mark or key == 'path') and Path(base, file).exists()]
     return os.path.abspath(places[0]) + mark[-1:] + function if places else value
 
   return {key: place(key, value) for key, value in config.items()}

@@ -68,6 +68,6 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-  """Return the step of a path that `step_name` named, with any suffix; None for other names."""
-  found = re.fullmatch(r'step_(\d{6,})(\.\w+)?', path.name)
+  """Return the step of a path that `step_name` named, or of such a name with the suffix .md or .jsonl; None for other names."""
+  found = re.fullmatch(r'step_(\d{6,})(\.md|\.jsonl)?', path.name)
   return int(found[1]) if found else None

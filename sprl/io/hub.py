@@ -1,11 +1,15 @@
 """Push an exported folder to the Hugging Face hub. The token comes from its usual places: HF_TOKEN, or `hf auth login`."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
 from sprl.io.huggingface import WRITTEN
+from sprl.io.model_card import TAG
 from sprl.io.pretrained import HUB_NAME
+
+REPLACED = tuple(pattern for pattern in WRITTEN if pattern != 'README.md')  # a new repository may have a card
 
 
 def check_name(name: str) -> None:
@@ -17,16 +21,23 @@ def check_name(name: str) -> None:
 def create(name: str, private: bool, client: Any = None) -> None:
   """Create the repository `name` unless it exists. `client` is by default a huggingface_hub.HfApi.
 
-  Raises SettingsError if the hub refuses it, for example without a token, or if `private` is asked of a public repository.
+  Raises SettingsError if the hub refuses it, for example without a token, if `private` is asked of a public repository, or if the
+  repository holds a model that sprl has not pushed: the tag `sprl` of its card tells.
   """
   client = client or _client()
   try:
     client.create_repo(repo_id=name, private=private, exist_ok=True)
-    wrong = private and not client.repo_info(repo_id=name).private
+    found = client.repo_info(repo_id=name)
   except Exception as error:  # the hub's errors come from several libraries
     raise _refused(name, error) from error
-  if wrong:
+  if private and not found.private:
     raise SettingsError(f'--push={name}: exists and is public; expected no --private, or another name')
+  held = [file.rfilename for file in found.siblings or () if any(fnmatchcase(file.rfilename, pattern) for pattern in REPLACED)]
+  if held and TAG not in (found.tags or ()):
+    raise SettingsError(
+      f'--push={name}: holds {held[0]}, and its card has no tag `{TAG}`, so sprl has not pushed it; expected a repository '
+      'without a model, or an earlier export by sprl'
+    )
 
 
 def push(name: str, folder: Path, message: str, client: Any = None) -> str:

@@ -13,11 +13,13 @@ A line is on disk when the call that writes it returns. Log a step before saving
 lines after s and then finds every line up to s.
 """
 
+import itertools
 import json
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +51,7 @@ class RunLog:
     workdir: the work directory.
     resume_step: the step of the checkpoint from which the run continues. Later lines and tables are dropped, as is an incomplete
       last line. None: the run begins again. A log of an earlier start is then renamed, and its tables are dropped.
-    trackers: open trackers, which get the same. `close` closes them. One that raises is logged once and gets no more calls.
+    trackers: open trackers, which get the same. One that raises is logged once, and is then only closed. `close` closes all.
 
   `evaluated` are the steps whose evaluations the log has.
   """
@@ -63,7 +65,7 @@ class RunLog:
     if any(not isinstance(record.get('step'), int) or 'kind' not in record for _, record in found):
       raise LogError(f'{path}: not the log of a run; expected a --workdir without one')
     if resume_step is None and any(record['kind'] == 'train' for _, record in found):
-      old = path.with_name(f'metrics_until_{max(record["step"] for _, record in found)}.jsonl')
+      old = _unused(path.with_name(f'metrics_until_{max(record["step"] for _, record in found)}.jsonl'))
       files.rename(path, old)
       _log.warning('%s: there is no checkpoint of these steps, so the run begins again; their log is now %s', path, old.name)
     kept = [(line, record) for line, record in found if record['step'] <= last]
@@ -75,7 +77,7 @@ class RunLog:
         table.unlink()
     self.evaluated = {record['step'] for _, record in kept if record['kind'] == 'eval'}
     self._file = open(path, 'a', encoding='utf-8', newline='\n')  # noqa: SIM115
-    self._trackers = list(trackers)
+    self._trackers, self._failed = list(trackers), list[Tracker]()
 
   def settings(self, settings: Mapping[str, Any]) -> None:
     """Give the settings of the run, nested, to the trackers. config.json holds them already."""
@@ -136,8 +138,11 @@ class RunLog:
       with files.naming(self._workdir / _METRICS):
         self._file.close()
     finally:
+      for tracker in self._failed:
+        with suppress(Exception):  # its first error is logged
+          tracker.close(failed)
       self._track(lambda tracker: tracker.close(failed))
-      self._trackers = []
+      self._trackers, self._failed = [], []
 
   def _append(self, line: dict[str, Any]) -> None:
     with files.naming(self._workdir / _METRICS):
@@ -161,6 +166,7 @@ class RunLog:
       except Exception as error:  # a network that is down, a disk that is full: no reason to lose the run
         switched_off(type(tracker).__name__, error)
         self._trackers.remove(tracker)
+        self._failed.append(tracker)
 
 
 # --- reading back ----------------------------------------------------------------------------------------------------
@@ -208,6 +214,12 @@ def sample_steps(workdir: str | os.PathLike) -> list[int]:
 def read_samples(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
   """Return the rows of the table of a step."""
   return [row for _, row in _lines(Path(workdir) / _SAMPLES / f'{files.step_name(step)}.jsonl')]
+
+
+def _unused(path: Path) -> Path:
+  """Return the path, or if it exists the first of NAME_2, NAME_3, ... that does not."""
+  names = itertools.chain([path], (path.with_stem(f'{path.stem}_{i}') for i in itertools.count(2)))
+  return next(name for name in names if not name.exists())
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:

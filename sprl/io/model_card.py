@@ -12,7 +12,7 @@ from typing import Any
 import sprl
 from sprl.config import Run, to_dict
 from sprl.config_reader import resolve
-from sprl.io.config_file import read_config
+from sprl.io.config_file import read_config, read_located
 from sprl.io.metrics import read_metrics, series
 from sprl.io.metrics_reference import METRICS
 from sprl.io.pretrained import on_hub, transformers_path
@@ -24,6 +24,7 @@ MISMATCH = (
   'rollout_corr/kl', 'rollout_corr/k3_kl', 'sparse/agreement_mean', 'sparse/agreement_p05', 'sparse/ess',
   'sparse/veto_fraction', 'sparse/accounting_saving', 'sparse/bytes_saving',
 )  # fmt: skip
+TAG = 'sprl'  # of the hub, which tells sprl's exports from other models
 SCORE = 'avg@k'  # the end of the name of a held-out score; `low` and `high` in its place are the ends of its interval
 
 
@@ -37,13 +38,14 @@ def model_card(workdir: Path, step: int, base: Path, name: str, adapter: bool = 
     name: the name of the model: the exported folder, or its repository.
     adapter: whether the folder holds adapters alone.
   """
-  config, starts = to_dict(resolve(read_config(workdir))), read_starts(workdir)
+  config, located = (to_dict(resolve(read(workdir))) for read in (read_config, read_located))
+  starts = read_starts(workdir)
   records = [record for record in read_metrics(workdir) if record['step'] <= step]
   parts = [
-    _front_matter(config, base, adapter),
+    _front_matter(located, base, adapter),
     f'# {name}',
     _introduction(config, starts, step, adapter),
-    _usage(transformers_path(config['model']['path'], base) if adapter else None, name),
+    _usage(transformers_path(located['model']['path'], base) if adapter else None, name),
     _results([record for record in records if record['kind'] == 'eval']),
     _mismatch([record for record in records if record['kind'] == 'train']),
     _ledger([record for record in records if record['kind'] == 'ledger']),
@@ -60,7 +62,7 @@ def _front_matter(config: Mapping[str, Any], base: Path, adapter: bool) -> str:
     'license': _license(base),
     'library_name': 'peft' if adapter else 'transformers',
     'pipeline_tag': 'text-generation',
-    'tags': ['sprl', 'reinforcement-learning', *(['lora'] if config['lora']['rank'] else [])],
+    'tags': [TAG, 'reinforcement-learning', *(['lora'] if config['lora']['rank'] else [])],
     'datasets': _datasets(task),
   }
   lines = [f'{key}: {json.dumps(value)}' for key, value in facts.items() if value]  # JSON values are YAML

@@ -73,7 +73,7 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
     return random_folder(name.removeprefix(PREFIX), cache_folder(cache))
   if name.startswith('wheel:'):
     return _from_wheel(name.removeprefix('wheel:'), cache_folder(cache))
-  folder = Path(name).expanduser()
+  folder = Path(os.path.expanduser(name))
   if not name or not folder.is_dir():
     if not HUB_NAME.fullmatch(name):
       raise PretrainedError(f'config.model.path = {name!r}: no such folder; expected {_accepted()}')
@@ -88,8 +88,8 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
 
 
 def on_hub(path: str | Path) -> bool:
-  """Return whether `path` is a name on the Hugging Face hub, such as Qwen/Qwen2.5-1.5B, and no folder here."""
-  return HUB_NAME.fullmatch(str(path)) is not None and not Path(path).expanduser().is_dir()
+  """Return whether `path` is a name on the Hugging Face hub, such as Qwen/Qwen2.5-1.5B, and no file or folder here."""
+  return HUB_NAME.fullmatch(str(path)) is not None and not Path(path).exists()
 
 
 def transformers_path(path: str | Path, folder: Path) -> str:
@@ -100,14 +100,14 @@ def transformers_path(path: str | Path, folder: Path) -> str:
 def config_folder(path: str | Path) -> Path:
   """Return a folder with the config.json of a model. From the hub only that file is fetched. Raises PretrainedError."""
   name = str(path)
-  if name.startswith('wheel:') or is_random(name) or Path(name).expanduser().is_dir() or not HUB_NAME.fullmatch(name):
+  if name.startswith('wheel:') or is_random(name) or Path(os.path.expanduser(name)).is_dir() or not HUB_NAME.fullmatch(name):
     return locate(path)
   return _from_hub(name, ['config.json'])
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
   """Return `cache`, or else the folder of the variable SPRL_CACHE, or else ~/.cache/sprl."""
-  return Path(cache or os.environ.get('SPRL_CACHE') or '~/.cache/sprl').expanduser()
+  return Path(os.path.expanduser(cache or os.environ.get('SPRL_CACHE') or '~/.cache/sprl'))
 
 
 def _accepted() -> str:

@@ -80,8 +80,8 @@ def _architecture(name: str) -> Mapping[str, Any]:
   if name in NAMED:
     family, sizes = NAMED[name]
     raw = {'architectures': [ARCHITECTURES[family]], 'model_type': family, **sizes}
-  elif (Path(name).expanduser() / 'config.json').is_file():
-    raw = dict(ModelConfig.read(Path(name).expanduser()).raw)
+  elif (Path(os.path.expanduser(name)) / 'config.json').is_file():
+    raw = dict(ModelConfig.read(Path(os.path.expanduser(name))).raw)
   else:
     raise ConfigError(f'config.model.path = {PREFIX}{name}: expected one of {", ".join(NAMED)}, or a folder with a config.json')
   if raw['vocab_size'] < VOCABULARY:

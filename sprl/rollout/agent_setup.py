@@ -1,6 +1,7 @@
 """Sets up the episodes of agents from the settings of a run: the program, its rows, and the source of its episodes."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,7 +123,7 @@ def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:
   args = {key: value for key, value in task.args.items() if key not in AGENT_OPTIONS}
   assert task.name, 'checked with the settings'
   shipped = Path(agents.__file__).parent / 'from_verifiers.py'
-  agent = f'{shipped}:agent' if task.name == 'verifiers' else str(Path(task.name).expanduser().absolute())
+  agent = f'{shipped}:agent' if task.name == 'verifiers' else str(Path(os.path.expanduser(task.name)).absolute())
   return Program(agent, args, options['python']), options
 
 
@@ -130,7 +131,7 @@ def agent_data(task: Task, split: str) -> Sequence[Mapping[str, Any]]:
   """Return the rows of a split in `task.path`; none if it is None. Raises SettingsError."""
   if task.path is None:
     return []
-  file = Path(task.path).expanduser() / f'{split}.jsonl'
+  file = Path(os.path.expanduser(task.path)) / f'{split}.jsonl'
   if not file.is_file():
     raise SettingsError(f'config.task.path = {task.path!r}: {file}: no such file')
   found = []

@@ -19,6 +19,7 @@ a message of the assistant. That message is the solution, and also the answer, i
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -52,7 +53,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _files(task: Task, split: str) -> tuple[Path, ...]:
-  path = Path(task.path or '').expanduser()
+  path = Path(os.path.expanduser(task.path or ''))
   if path.is_file():
     if path.suffix not in ENDINGS:
       raise SettingsError(f'config.task.path = {task.path!r}: expected a file that ends in one of {", ".join(ENDINGS)}')

@@ -18,6 +18,7 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 
 import ast
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -118,7 +119,7 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     return from_function((functions or {})[name], task.grader)
   if (found := split_reference(task.grader)) is None:
     raise SettingsError(f'{where}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
-  path, function = Path(found[0]).expanduser().absolute(), found[1]
+  path, function = Path(os.path.expanduser(found[0])).absolute(), found[1]
   if not path.is_file():
     raise SettingsError(f'{where}: {path}: no such file')
   try:

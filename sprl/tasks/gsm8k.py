@@ -4,6 +4,7 @@ It is loaded from the Hugging Face hub, or from a local folder of train.jsonl an
 `answer`. The last line of an answer is `#### ` and the final number.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 def _table(task: Task, split: str) -> Table:
   """Return the rows of a split: those of SPLIT.jsonl, or of the hub's main/SPLIT-*.parquet."""
   name = task.path or _HUB
-  folder = Path(name).expanduser()
+  folder = Path(os.path.expanduser(name))
   if not folder.is_dir():
     folder = _download(name)
   path = folder / f'{split}.jsonl'

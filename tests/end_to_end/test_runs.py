@@ -164,6 +164,23 @@ def test_the_card_names_models_and_data_of_the_hub(folder, source, tmp_path):
   assert f"AutoModelForCausalLM.from_pretrained('{tmp_path}')" in model_card(tmp_path, 5, tmp_path, 'me/mine', adapter=True)
 
 
+def test_the_card_names_no_local_file_as_a_name_of_the_hub(source, tmp_path, monkeypatch):
+  """Relative paths are those of the folder in which the run was started, not of the one in which it is exported."""
+  start, run = tmp_path / 'start', tmp_path / 'run'
+  for folder in (start / 'models/base', start / 'data', run):
+    folder.mkdir(parents=True)
+  (start / 'data/train.jsonl').write_text('')
+  config = json.loads((source / 'config.json').read_text())
+  config['model']['path'], config['task'] = 'models/base', {'kind': 'dataset', 'path': 'data/train.jsonl'}
+  (run / 'config.json').write_text(json.dumps(config))
+  add_start(run, None, '', {'step': 0, 'command': '', 'sprl': '0', 'jax': '0', 'devices': 'one', 'folder': str(start)})
+  monkeypatch.chdir(tmp_path)
+  card = model_card(run, 5, start / 'models/base', 'me/mine', adapter=True)
+  assert not {'base_model', 'datasets'} & yaml.safe_load(card.split('---\n')[1]).keys()
+  assert f"AutoModelForCausalLM.from_pretrained('{start / 'models/base'}')" in card
+  assert 'to `models/base`, trained' in card  # as the settings have it
+
+
 def test_a_run_of_other_devices_and_kernels_is_evaluated_and_exported_here(source, tmp_path):
   config = json.loads((source / 'config.json').read_text())
   config['mesh']['learner'] |= {'fsdp': 4, 'tensor': 2}

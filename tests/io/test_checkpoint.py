@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from sprl.config import SettingsError
-from sprl.io.checkpoint import CheckpointError, Checkpoints, best_step, step_named
+from sprl.io.checkpoint import CheckpointError, Checkpoints, best_step, committed, step_named
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
@@ -322,6 +322,25 @@ def test_if_all_checkpoints_are_damaged_all_are_named(folder):
   truncate(folder / 'step_000002' / 'arrays' / '_METADATA')
   with pytest.raises(CheckpointError, match=r'step_000002: arrays/_METADATA .*step_000001: record.json '):
     checkpoints.restore(abstract_of(tiny(0)))
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_named_alone(folder):
+  checkpoints = saved(folder, 1, 2)
+  truncate(folder / 'step_000001' / 'record.json')
+  with pytest.raises(CheckpointError, match=r'^the checkpoint of step 1 is damaged: .*step_000001: record.json'):
+    checkpoints.restore(abstract_of(tiny(0)), 1)
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_no_checkpoint(folder):
+  checkpoints = saved(folder, 1, 2)
+  shutil.copytree(folder / 'step_000001', folder / 'step_000001.bak')
+  (folder / 'step_000050.tar').write_bytes(b'')
+  assert committed(folder) == [1, 2]
+  for step in (3, 4):
+    checkpoints.save(step, tiny(step), {})
+  checkpoints.wait()
+  assert committed(folder)[-1] == 4
+  assert (folder / 'step_000001.bak' / 'record.json').exists()
 
 
 def test_a_damaged_checkpoint_is_replaced_at_its_step(folder):

@@ -107,3 +107,13 @@ def test_a_path_is_the_same_setting_relative_and_absolute_and_from_another_folde
   assert write_config(run, absolute) == []
   with pytest.raises(SettingsError, match=r'task\.grader'):
     write_config(run, config(f'{there}/'))
+
+
+def test_the_folder_of_a_random_model_is_located_and_a_named_model_is_not(tmp_path, monkeypatch):
+  start, run = tmp_path / 'start', tmp_path / 'run'
+  for name in ('base', 'tiny'):  # `random:tiny` is the model of that name, also beside a folder `tiny`
+    (start / name).mkdir(parents=True)
+  for name, expected in (('base', f'random:{start}/base'), ('tiny', 'random:tiny'), ('other', 'random:other')):
+    write_config(run / name, {'model': {'path': f'random:{name}'}})
+    add_start(run / name, None, '', {'folder': str(start)})
+    assert read_located(run / name)['model']['path'] == expected

@@ -6,6 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import yaml
 from huggingface_hub import HfApi
 
 from sprl.config import SettingsError
@@ -47,7 +48,9 @@ class Handler(BaseHTTPRequestHandler):
     if rest[0].startswith('tree'):
       return self.answer(files)
     siblings = [{'rfilename': path} for path in repo['files']]
-    return self.answer({'id': name, 'private': repo['private'], 'siblings': siblings, 'sha': '0' * 40, 'tags': []})
+    tags = yaml.safe_load(repo['files'].get('README.md', b'').decode().partition('---\n')[2].partition('---\n')[0] or '{}')
+    repo = {'private': repo['private'], 'siblings': siblings, 'sha': '0' * 40, 'tags': tags.get('tags', [])}
+    return self.answer({'id': name, **repo})
 
   def do_POST(self):
     body = self.rfile.read(int(self.headers['Content-Length']))
@@ -118,6 +121,18 @@ def test_a_push_deletes_what_an_export_of_another_kind_left(server, tmp_path):
   server.repos['me/model']['files'] |= kept | left
   hub.push('me/model', tmp_path, 'step 3', client=client(server))
   assert server.repos['me/model']['files'] == kept | {'model.safetensors': b'weights'}
+
+
+def test_a_model_that_sprl_has_not_pushed_is_not_replaced(server):
+  hub.create('me/model', private=False, client=client(server))
+  files = server.repos['me/model']['files']
+  files['README.md'] = b'---\nlicense: mit\n---\n'
+  hub.create('me/model', private=False, client=client(server))  # a card, but no model yet
+  files['model-00001-of-00002.safetensors'] = b'weights'
+  with pytest.raises(SettingsError, match=r'--push=me/model: holds model-00001-of-00002.safetensors, and .* no tag `sprl`'):
+    hub.create('me/model', private=False, client=client(server))
+  files['README.md'] = b'---\nlicense: mit\ntags: ["sprl", "lora"]\n---\n'
+  hub.create('me/model', private=False, client=client(server))
 
 
 def test_an_existing_repository_keeps_its_visibility(server):

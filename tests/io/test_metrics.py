@@ -145,6 +145,16 @@ def test_the_log_of_a_run_whose_checkpoints_are_gone_is_kept_under_another_name(
   assert 'metrics_until_4.jsonl' in caplog.text
 
 
+def test_a_second_log_without_a_checkpoint_does_not_replace_the_first_one(open_log, tmp_path):
+  written = []
+  for seconds in (0.5, 0.75):
+    log_steps(open_log(tmp_path, None), 1, 4, seconds)
+    written.append((tmp_path / 'metrics.jsonl').read_bytes())
+  open_log(tmp_path, None)
+  assert written[0] != written[1]
+  assert [(tmp_path / name).read_bytes() for name in ('metrics_until_4.jsonl', 'metrics_until_4_2.jsonl')] == written
+
+
 def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tmp_path):
   open_log(tmp_path, None).evaluation(0, {'eval/pass@1': 0.25})
   open_log(tmp_path, 0)

