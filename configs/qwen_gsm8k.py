@@ -9,9 +9,9 @@ normalises weights in microbatches of 8,192 tokens.
 command   python -m sprl.main --config=configs/qwen_gsm8k.py:qwen2.5-1.5b      (or another of VARIANTS)
           --config.arm=dense (naive, sparse_rl, ...) selects an arm; --config.quant.sampler=w8a8_kv8 adds FP8
           --config.task.path=FOLDER reads train.jsonl and test.jsonl from a folder; by default the hub's openai/gsm8k is fetched
-hardware  GPUs. Weights, gradients, Adam's moments and the reference model take about 21 bytes per parameter, split over all
-          devices. The sampler's cache has 384 slots (dense: 4,608) for each of `sampling.rows`. One GPU of 80 GB should hold up
-          to qwen3-1.7b (an estimate)
+hardware  GPUs. Weights, gradients, Adam's moments, the reference model and the learner's copies take about 20 bytes per
+          parameter, split over all devices. The sampler's cache has 384 slots (dense: 4,608) for each of `sampling.rows`. One
+          GPU of 80 GB should hold up to qwen3-1.7b (an estimate)
 time      not measured
 expect    not measured. Published test accuracy of qwen3-1.7b after 100 steps of GRPO: 0.804 to 0.820 (NeMo-RL), 0.808 +- 0.005
           (MaxText issue 4015)

@@ -22,7 +22,9 @@ export SPRL_COORDINATOR=localhost:$port SPRL_PROCESSES=$processes
 
 # Each process gets the same number of GPUs: those of CUDA_VISIBLE_DEVICES, or all.
 gpus=()
-if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+if [ "${JAX_PLATFORMS:-}" = cpu ] || [ "${CUDA_VISIBLE_DEVICES:-}" = -1 ]; then
+  :
+elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
 elif command -v nvidia-smi >/dev/null; then
   mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)

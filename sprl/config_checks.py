@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import EPISODES, LINEARS, Correction, Loss, Mesh, Run, SettingsError, Source
+from sprl.config import EPISODES, LINEARS, Correction, Loss, Mesh, MixtureSource, Run, SettingsError, Source
 from sprl.foreign import split_reference
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
@@ -294,6 +294,7 @@ def validate_mixture(run: Run) -> None:
   require(run, 'task.mixture', mixed, f"{{}} with config.task.kind = {task.kind!r}; 'mixture' has sources")
   for name, source in task.mixture.items():
     key = f'task.mixture.{name}'
+    _expect(len(source.splits) == 2, f'{key}.splits', source.splits, "two splits, for training and for evaluation; '' is none")
     splits = [split or default for split, default in zip(source.splits, ('train', 'test'))]  # '' is a split without problems
     validate_source(run, key, name, source, tuple(splits))
     if isinstance(source.weight, Mapping):
@@ -319,7 +320,13 @@ def validate_source(run: Run, key: str, name: str, source: Source, splits: tuple
   try:
     validate_task(replace(run, task=source.task(run.task, splits)))
   except SettingsError as error:
-    raise SettingsError(str(error).replace('config.task.', f'config.{key}.')) from None
+    raise SettingsError(named_below(key, str(error))) from None
+
+
+def named_below(key: str, message: str) -> str:
+  """Return a message about the task of a source, in which the settings of the source have their names below `key`."""
+  own = '|'.join(field.name for field in dataclasses.fields(MixtureSource))
+  return re.sub(rf'config\.task\.({own})\b', rf'config.{key}.\1', message)
 
 
 def _expect(accepted: bool, key: str, value: Any, expected: str) -> None:
@@ -545,6 +552,8 @@ def validate_eval(run: Run) -> None:
     key = f'eval.sets.{name}'
     _expect(name != 'reward', key, '{...}', 'another name than reward, which the metrics of rewards have')
     _expect(bool(held_out.split), f'{key}.split', held_out.split, 'the name of a split')
+    made = held_out.kind == 'reasoning_gym' and held_out.split != 'test'
+    _expect(not made, f'{key}.split', held_out.split, f"'test' with config.{key}.kind = 'reasoning_gym'")
     validate_source(run, key, name, held_out, ('train', held_out.split))
     for field in ('problems', 'samples'):
       value = getattr(held_out, field)

@@ -10,7 +10,7 @@ import numpy as np
 from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
 from sprl.foreign import split_reference
-from sprl.presets import with_arm, with_preset, with_task
+from sprl.presets import sources, with_arm, with_preset, with_task
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
@@ -31,8 +31,18 @@ def resolve(config: 'Mapping[str, Any] | ConfigDict', given: Collection[str] = (
     name = type(config).__name__
     raise SettingsError(f'get_config() returned {name}: expected sprl.config.default_config() with changes') from None
   run = with_task(with_arm(with_preset(_build(Run, plain, 'config'), given), given))
-  validate(run)
+  try:
+    validate(run)
+  except SettingsError as error:
+    raise SettingsError(_with_source(str(error), run)) from None
   return run
+
+
+def _with_source(message: str, run: Run) -> str:
+  """Return a message about a setting, and which arm or preset sets it, if one does."""
+  key = message.partition(' = ')[0].removeprefix('config.')
+  source = sources(run).get(key)
+  return message if source is None else f'{message}. {source} sets config.{key}'
 
 
 def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:

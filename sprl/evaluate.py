@@ -140,7 +140,12 @@ def main() -> int:
   run, model = open_here(run, command_line.settings_of_flags())
   model = model if workdir is None else model.at(began(workdir))
   with ExitStack() as stack:
-    held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
+    try:
+      setup = RolloutSetup.open(run, model.tokenizer, train=False)
+    except SettingsError as error:
+      flag = 'config.task.splits has' if _SPLIT.value is None else '--split ='
+      raise SettingsError(str(error).replace('config.task.splits has', flag)) from error
+    held_out = setup.begin_evaluation(stack.enter_context)
     check_evaluation_fits(run, model, held_out)
     facts: dict[str, Any]
     if workdir is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sprl.config import Run, in_sections, to_dict
+from sprl.config import Run, SettingsError, in_sections, to_dict
 from sprl.config_checks import names_of_problems, python_name
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -20,12 +20,17 @@ def with_data(
   `grader` and `rewards` stay. If one is a function of a Python program, or the user sets one, those that the user did not set get
   their defaults; the default `auto` is the grader of the new kind. `judge` stays if a reward or one of the held-out `sets` uses
   it. Other settings about the task's own problems get their defaults. The keys `given`, which the user has set, stay.
+
+  Raises SettingsError if the user has set `kind` or `path`, or `splits` beside --split.
   """
   before, defaults = task.to_dict(), to_dict(Run())['task']
 
   def is_given(name: str) -> bool:
     return any(in_sections(key, [f'task.{name}']) for key in given)
 
+  for name, flag in (('kind', f'--data={data}'), ('path', f'--data={data}'), ('splits', f'--split={split}')):
+    if is_given(name) and (name != 'splits' or split is not None):
+      raise SettingsError(f'config.task.{name}: expected not to be set with {flag}, which replaces it')
   replaced = any(map(python_name, graders_of(before))) or is_given('grader') or is_given('rewards')
   kept = ('judge',) if replaced else ('grader', 'rewards', 'judge')
   forgotten = [name for name in names_of_problems(task.kind) if name not in kept and not is_given(name)]
@@ -36,7 +41,7 @@ def with_data(
     task.kind = 'gsm8k'
   else:
     task.kind, task.path = 'dataset', data
-    if split is None and Path(os.path.expanduser(data)).is_file():
+    if split is None and not is_given('splits') and Path(os.path.expanduser(data)).is_file():
       split = 'train'  # a file is one split of this name
   if split is not None:
     task.splits = ('train', split)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from sprl.cache.layout import CacheLayout, never_evicts
-from sprl.config import Kernels, Run
+from sprl.config import EPISODES, Kernels, Run
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.presets import sources
@@ -94,6 +94,16 @@ def _unread(run: Run) -> Iterator[tuple[str, str, str]]:
       yield f'optimizer.{key}', f'{name} does not read it', 'optimizer.name'
   if run.correction.weight == 'truncate':
     yield 'correction.floor', 'weights have no lower bound', 'correction.weight'
+  if run.correction.level is None:
+    yield 'correction.cap', 'every weight is 1', 'correction.level'
+  if run.lora.rank is None:
+    yield from ((f'lora.{name}', 'there are no adapters', 'lora.rank') for name in ('alpha', 'targets'))
+  if run.eval.temperature == 0:
+    yield 'eval.top_p', 'greedy answers are not drawn', 'eval.temperature'
+  if not {'wandb', 'mlflow'} & {*run.log.trackers}:
+    yield 'log.project', 'only wandb and mlflow read it', 'log.trackers'
+  if run.task.kind not in EPISODES:
+    yield from ((f'task.{name}', 'there are no conversations', 'task.kind') for name in ('turns', 'turn_tokens', 'branches'))
 
 
 def _keys(section: Any, prefix: str) -> Iterator[str]:

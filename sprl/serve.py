@@ -64,6 +64,8 @@ def run_of(config: Any, given: Collection[str] = ()) -> Run:
   if greedy := config.sampling.temperature == 0:
     config.sampling.temperature = 1.0
   run = resolve(config, given)
+  if run.devices != Run().devices:
+    raise SettingsError('config.devices: expected its defaults: a server uses all devices, and config.mesh.rollout divides them')
   return replace(run, sampling=replace(run.sampling, temperature=0.0)) if greedy else run
 
 

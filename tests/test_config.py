@@ -443,6 +443,24 @@ REFUSED = [  # key, refused value, text that the error contains, other changes
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize('source', [{'arm': 'naive', 'cache__budget': 128}, {'preset': 'disabled'}])
+def test_a_refused_value_of_an_arm_or_preset_names_it(source):
+  """Without the name a user would look for the setting in the config, and another value of it is refused, too."""
+  name, value = next(iter(source.items()))
+  said = refuses('correction.level', None, rollout__async_ratio=1.0, **source)
+  assert said.endswith(f'. config.{name} = {value!r} sets config.correction.level')
+
+
+def test_the_split_of_a_generated_held_out_set_and_the_splits_of_a_source_are_named():
+  made = {'kind': 'reasoning_gym', 'name': 'chain_sum', 'split': 'train'}
+  with pytest.raises(
+    SettingsError, match=r"^config\.eval\.sets\.a\.split = 'train': expected 'test' with config\.eval\.sets\.a\.kind"
+  ):
+    resolve(config(eval__sets={'a': made}))
+  with pytest.raises(SettingsError, match=r'^config\.task\.mixture\.a\.splits = .*: expected two splits'):
+    resolve(config(task__kind='mixture', task__mixture={'a': {'kind': 'gsm8k', 'splits': ('train', 'test', 'y')}}))
+
+
 @pytest.mark.parametrize(('key', 'value', 'other', 'changes'), REFUSED)
 def test_contradicting_settings_are_refused(key, value, other, changes):
   assert other in refuses(key, value, **{**changes, key.replace('.', '__'): value})

@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused, message_of
 from sprl.config import Sampling
-from sprl.io.tokenizer import Tokenizer, TokenizerError
+from sprl.io.tokenizer import TemplateArgsError, Tokenizer, TokenizerError
 from sprl.sampler.engine import Engine
 from sprl.types import Completion, Request
 
@@ -216,7 +216,12 @@ def encoded(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
   try:
     return tokenizer.chat(request.messages, tools=request.tools, template_args=request.template_args)
   except TokenizerError as error:
-    raise Refused(400, str(error), 'messages') from None
+    raise refusal(error) from None
+
+
+def refusal(error: TokenizerError) -> Refused:
+  """Return the refusal of a request whose conversation the chat template does not render."""
+  return Refused(400, str(error), 'chat_template_kwargs' if isinstance(error, TemplateArgsError) else 'messages')
 
 
 def split(ids: Sequence[int], sampling: Sampling) -> tuple[Int[np.ndarray, ' P'], Int[np.ndarray, ' N'], int]:

@@ -260,10 +260,15 @@ def main(connection, lifeline, tie):
   """Serve one run."""
   tie['hold'](lifeline)
   host = Host(socket.socket(fileno=connection), lifeline, tie)
-  _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-  with contextlib.suppress(OSError, ValueError):  # each agent has a pipe; the usual limit is 1,024 files
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+  allow_many_files()  # each agent has a pipe
   host.serve()
+
+
+def allow_many_files():
+  """Raise this process's limit of open files, usually 1,024, to the hard limit."""
+  _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  with contextlib.suppress(OSError, ValueError):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == '__main__':

@@ -149,6 +149,7 @@ class AgentPool:
   def __enter__(self) -> 'AgentPool':
     try:
       self._host = self._start_host()
+      host.allow_many_files()  # each waiting agent has a connection. Now, because the host gives agents the limit it began with
       self._server.__enter__()
     except BaseException:
       self.__exit__()

@@ -25,6 +25,7 @@ def inputs_of(
   *,
   test: Iterable[Row] | None = None,
   environment: Kind | None = None,
+  kind: str | None = None,
 ) -> tuple[Settings, Inputs]:
   """Return the settings that the arguments stand for, and the Python objects among them.
 
@@ -35,6 +36,7 @@ def inputs_of(
       grader of the settings.
     test: held-out rows.
     environment: a class, or a function that makes an environment.
+    kind: `task.kind` of data in files; None: that of the files.
 
   Raises SettingsError for arguments that contradict each other, and for rows that are not a list.
   """
@@ -50,8 +52,8 @@ def inputs_of(
       raise SettingsError(f'environment = {environment!r}: {said}') from None
     task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
   elif isinstance(data, str | Path):
-    is_folder_of_problems = (Path(os.path.expanduser(data)) / 'train.jsonl').is_file()
-    task |= {'kind': 'jsonl' if is_folder_of_problems else 'dataset', 'path': str(data)}
+    found = 'jsonl' if (Path(os.path.expanduser(data)) / 'train.jsonl').is_file() else 'dataset'
+    task |= {'kind': kind or found, 'path': str(data)}
   elif data is not None:
     train, task['kind'] = listed('data', data), 'rows'
   if test is not None and train is None:

@@ -91,7 +91,7 @@ def fit(
       f"trackers = {trackers!r:.200}: expected a list of objects; names are a setting, log={{'trackers': ['wandb']}}"
     )
   whole = merged(settings, {'model.path': str(path)})
-  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
+  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, kind=whole.get('task', {}).get('kind'))
   run = resolved(merged(whole, of_inputs))
   inputs = with_held_out(inputs, run)
   folder = new_folder() if workdir is None else local_folder('workdir', workdir).absolute()

@@ -192,7 +192,7 @@ def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
   last = steps // cache.interval * cache.interval
   if last == 0 or cache.budget >= prompt + last:
     return (
-      f'config.cache.interval = {cache.interval} never evicts with config.cache.budget = {cache.budget}: a completion of '
-      f'{completion} tokens is last looked at after {last} steps'
+      f'config.cache.interval = {cache.interval} never evicts with config.cache.budget = {cache.budget}: the cache is compressed '
+      f'every {cache.interval} decode steps, and a completion of {completion} tokens ends before it exceeds the budget at one'
     )
   return None

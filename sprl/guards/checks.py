@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from sprl.config import EPISODES, Run
-from sprl.config_checks import CLIPS
+from sprl.config_checks import CLIPS, FILES
 from sprl.presets import sources
 
 FEW, WINDOW = 3, 10  # number of steps that a statistic uses
@@ -59,12 +59,24 @@ def _values(steps: Steps, metric: str) -> list[float]:
   return [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
 
 
-def _of_latest(steps: int, function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
+def _of_last_values(count: int, function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
   def of(history: History, metric: str) -> float | None:
-    found = _values(history.latest, metric)[-steps:]
-    return function(found) if len(found) == steps else None
+    found = _values(history.latest, metric)[-count:]  # steps without an update have no value
+    return function(found) if len(found) == count else None
 
   return of
+
+
+def _of_window(function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
+  def of(history: History, metric: str) -> float | None:
+    found = _values(history.latest, metric)
+    return function(found) if history.steps >= WINDOW and len(found) > WINDOW // 2 else None
+
+  return of
+
+
+def _now(history: History, metric: str) -> float | None:
+  return next(iter(_values(history.latest[-1:], metric)), None)
 
 
 def _growth(history: History, metric: str) -> float | None:
@@ -111,10 +123,10 @@ def gain(latest: Steps, since: Steps) -> float:
   return (_reward(latest) - _reward(since)) / max(spread, 1e-6)
 
 
-NOW = Statistic('{}', _of_latest(1, median))
-SOME = Statistic(f'median of {{}} over {FEW} steps', _of_latest(FEW, median))
-MANY = Statistic(f'median of {{}} over {WINDOW} steps', _of_latest(WINDOW, median))
-LARGEST = Statistic(f'largest {{}} of {WINDOW} steps', _of_latest(WINDOW, lambda found: max(map(abs, found))))
+NOW = Statistic('{}', _now)
+SOME = Statistic(f'median of {{}} over {FEW} steps', _of_last_values(FEW, median))
+MANY = Statistic(f'median of {{}} over {WINDOW} steps', _of_window(median))
+LARGEST = Statistic(f'largest {{}} of {WINDOW} steps', _of_window(lambda found: max(map(abs, found))))
 GRADED = Statistic(f'share of {{}} over {FEW} steps', _graded)
 FINITE = Statistic('{}', _not_finite)
 GROWTH = Statistic(f'median of {{}} over the latest {FEW} to {WINDOW - 1} steps, divided by that of the first {FEW},', _growth)
@@ -160,7 +172,8 @@ def ranks_equal_groups(run: Run) -> bool:
 
 
 EVICTION_CORRECTED = Advice(
-  "config.arm = 'sparse_rl', which corrects for the eviction", lambda run: corrects_nothing(run) and run.cache.budget is not None
+  "config.arm = 'sparse_rl', without a preset and settings of the correction: it corrects for the eviction",
+  lambda run: corrects_nothing(run) and run.cache.budget is not None,
 )
 CORRECTED = Advice(
   "config.correction.level = 'token', which corrects for it", lambda run: corrects_nothing(run) and run.cache.budget is None
@@ -207,18 +220,21 @@ OVERLONG_REPLACED = Advice(
   lambda run: run.advantage.overlong is None and ranks_equal_groups(run),
 )
 SUFFIX = Advice(
-  'a config.task.suffix that asks for the form of answer that config.task.grader reads', lambda run: run.task.kind not in EPISODES
+  'a config.task.suffix that asks for the form of answer that the grader reads', lambda run: run.task.kind not in EPISODES
 )
-SIMPLER = Advice('a simpler task by config.task.args', lambda run: run.task.kind in EPISODES)
+SIMPLER = Advice('a simpler task by config.task.args', lambda run: run.task.kind in ('reasoning_gym', *EPISODES))
 FINE_TUNING = Advice(
   'fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model',
   lambda run: run.task.kind not in (*EPISODES, 'rows'),  # which have no worked solutions in files
 )
-PROBLEMS = Advice('problems that the model solves sometimes, by config.task.filters')
+PROBLEMS = Advice('problems that the model solves sometimes, by config.task.filters', lambda run: run.task.kind in FILES)
+SOURCES = Advice('sources that the model solves sometimes, by config.task.mixture', lambda run: run.task.kind == 'mixture')
 REPLACE = Advice("config.rollout.equal_groups = 'replace'", lambda run: run.rollout.equal_groups != 'replace')
 GROUP = Advice('a larger config.rollout.group')
 TIME_LIMIT = Advice('a larger config.task.time_limit')
-GRADER = Advice('a correction of the grader, config.task.grader')
+GRADER = Advice('a correction of the grader, config.task.grader', lambda run: not run.task.rewards and run.task.kind != 'mixture')
+REWARDS = Advice('a correction of the graders in config.task.rewards', lambda run: bool(run.task.rewards))
+GRADERS = Advice('a correction of the graders in config.task.mixture', lambda run: run.task.kind == 'mixture')
 
 CLOSER = (EVICTION_CORRECTED, CORRECTED, BUDGET, PRECISION, LEARNER_FP8, STALENESS)
 MATCHING = (*CLOSER, FLOAT32, REPLAY, LEDGER)
@@ -367,7 +383,7 @@ CHECKS = (
   Check(
     'most groups have equal rewards', 'reward/groups_equal', MANY, (0.0, 0.9),
     'Their rewards teach nothing: problems are too easy or too hard, or the answers to a problem are all alike.',
-    (PROBLEMS, REPLACE, GROUP), compares_groups,
+    (PROBLEMS, SIMPLER, SOURCES, REPLACE, GROUP), compares_groups,
   ),
   Check(
     'most answers are cut off', 'completion/truncated', MANY, (0.0, 0.5), 'They reach the token limit before they end.',
@@ -384,7 +400,7 @@ CHECKS = (
   Check(
     'grading fails', 'grading/ok', GRADED, (0.95, ANY),
     'Answers that could not be graded do not train. The log has a warning with the reason.',
-    (TIME_LIMIT, GRADER),
+    (TIME_LIMIT, GRADER, REWARDS, GRADERS),
   ),
 )  # fmt: skip
 

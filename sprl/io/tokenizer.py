@@ -29,6 +29,10 @@ class TokenizerError(ValueError):
   """A tokenizer or chat template is unusable, or a template refuses a conversation. The message gives the cause."""
 
 
+class TemplateArgsError(TokenizerError):
+  """A chat template does not read a variable, or its value is none of JSON."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
   """The tokenizer of a Hugging Face folder."""
@@ -72,7 +76,10 @@ class Tokenizer:
       if isinstance(error, TokenizerError):
         raise
       raise TokenizerError(f'{folder}: invalid value in tokenizer_config.json or generation_config.json ({error})') from error
-    loaded._check_args(template_args or {})
+    try:
+      loaded._check_args(template_args or {})
+    except TemplateArgsError as error:
+      raise TemplateArgsError(f'{folder}: config.task.template_args: {error}') from None
     return dataclasses.replace(loaded, template_args=dict(template_args or {}))
 
   @classmethod
@@ -175,13 +182,11 @@ class Tokenizer:
       accepted = self.variables - {*_OURS, *_SPECIAL}
       if self.template is not None and name not in accepted:
         read = ', '.join(sorted(accepted)) or 'no argument'
-        raise TokenizerError(
-          f'{self.folder}: the chat template does not read {name!r} (config.task.template_args); it reads {read}'
-        )
+        raise TemplateArgsError(f'the chat template does not read {name!r}; it reads {read}')
       try:
         json.dumps(value)
       except (TypeError, ValueError, RecursionError) as error:
-        raise TokenizerError(f'config.task.template_args: {name} = {value!r:.60}: expected a value of JSON ({error})') from None
+        raise TemplateArgsError(f'{name} = {value!r:.60}: expected a value of JSON ({error})') from None
 
   def within(self, config: ModelConfig) -> 'Tokenizer':
     """Return the tokenizer without the added tokens that have no row in the model's embedding. Their text is then ordinary text.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sprl.agents.engine_thread import answer_of
+from sprl.agents.engine_thread import answer_of, refusal
 from sprl.agents.pool import Asked, Call, Ended, Key
 from sprl.agents.protocol import ChatRequest, Message, Refused, canonical
 from sprl.io.tokenizer import TokenizerError
@@ -136,7 +136,7 @@ def find(branches: list[Branch], request: ChatRequest, codec: ChatCodec, limits:
         answers=parent.answers[:count],
       )
   except TokenizerError as error:
-    raise Refused(400, str(error), 'messages') from None
+    raise refusal(error) from None
   if limits.max_tokens <= len(made.transcript.given):
     raise too_long(len(made.transcript.prompt) + len(made.transcript.given), limits)
   branches.append(made)

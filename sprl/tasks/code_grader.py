@@ -51,8 +51,8 @@ _FENCED = re.compile(
 _PYTHON = ('python', 'python3', 'py')  # how such a block is marked
 _ANNOTATIONS = 'from typing import *'  # the stubs that such rows show use List and others without an import
 _MODULES = (  # modules that the tests may use if the code imports them
-  'bisect', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq', 'itertools', 'math',
-  'operator', 're', 'statistics', 'string', 'typing',
+  'bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'enum', 'fractions', 'functools', 'hashlib',
+  'heapq', 'itertools', 'json', 'math', 'numpy', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time', 'typing',
 )  # fmt: skip
 
 

@@ -94,8 +94,10 @@ def encoded(value: Any, number: Callable[[Any], int]) -> Any:
       return value
     case str():
       return str(value)
-    case int() | float():
-      return int(value) if isinstance(value, int) else float(value)
+    case int():
+      return int(value) if abs(value) < _LONG else {'int': hex(value)}
+    case float():
+      return float(value)
     case complex():
       return {'complex': [value.real, value.imag]}
     case bytes() | bytearray():
@@ -114,6 +116,7 @@ def encoded(value: Any, number: Callable[[Any], int]) -> Any:
   return {'object': number(value)}
 
 
+_LONG = 1 << 1024  # Python writes no integers of more than 4,300 digits in decimal
 _VIEWS = (range, type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -133,6 +136,8 @@ def decoded(value: Any, of_number: Callable[[Any], Any]) -> Any:
       return make(decoded(each, of_number) for each in inside)
     case 'dict':
       return {decoded(k, of_number): decoded(v, of_number) for k, v in inside}
+    case 'int':
+      return int(inside, 16)
     case 'complex':
       real, imaginary = inside
       return complex(real, imaginary)

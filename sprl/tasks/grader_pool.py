@@ -207,7 +207,6 @@ def grader_pool(
 
   def pool(executor: str, asynchronous: bool) -> WorkerPool:
     specs = {i: r.grader for i, r in enumerate(rewards) if place(r.grader) == (executor, asynchronous)}
-    labels = ', '.join(spec.label for spec in specs.values())
     if asynchronous:
       start = Lanes(async_starter(executor, partial(load_async_service, specs, tuple(columns)), memory_gb))
     else:
@@ -217,7 +216,7 @@ def grader_pool(
       workers or (ASYNC_CALLS if asynchronous else WORKERS),
       limit=timeout or graders.time_limit(asynchronous),
       limit_setting='config.task.time_limit',
-      blame=f'config.task.grader = {labels!r}' if len(rewards) == 1 else f'config.task.rewards: {labels}',
+      blame='; '.join(dict.fromkeys(r.setting for r in rewards if place(r.grader) == (executor, asynchronous))),
       now=now,
     )
 

@@ -64,37 +64,52 @@ class Reward:
   name: str  # in metrics; '' for the only reward of a task without task.rewards
   weight: float
   grader: GraderSpec
+  setting: str  # what names it in messages: a setting with its value
   source: str | None = None  # of the problems that it grades (the entry `grader` of their `extra`); None: all problems
 
 
 # --- from a task to its rewards --------------------------------------------------------------------------------------
 
 
-def rewards(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Reward, ...]:
+def rewards(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None, key: str = 'task') -> tuple[Reward, ...]:
   """Return the rewards of a task: those of task.rewards, or task.grader alone with weight 1.
 
-  `functions` are the callables that graders called `python:NAME` stand for. Raises SettingsError as `resolve` does.
+  `functions` are the callables that graders called `python:NAME` stand for. `key` names the settings that have the grader. Raises
+  SettingsError as `resolve` does.
   """
+
+  def reward(name: str, weight: float, grader: str, setting: str) -> Reward:
+    return Reward(name, weight, resolve(replace(task, grader=grader), functions, setting), setting)
+
   if not task.rewards:
-    return (Reward('', 1.0, resolve(task, functions)),)
+    return (reward('', 1.0, task.grader, f'config.{key}.grader = {task.grader!r}'),)
   return tuple(
-    Reward(reward_name(grader), weight, resolve(replace(task, grader=grader), functions, f'config.task.rewards: {grader!r}'))
+    reward(reward_name(grader), weight, grader, f'config.task.rewards: {grader!r}')
     for grader, weight in map(weighted, task.rewards)
   )
 
 
 def of_sources(sources: Mapping[str, Task], functions: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Reward, ...]:
-  """Return the rewards of several sources of problems, each with the settings of its task. Raises SettingsError as `resolve`."""
-  if len(sources) == 1:
-    (task,) = sources.values()
-    return rewards(task, functions)
-  return tuple(replace(reward, source=name) for name, task in sources.items() for reward in rewards(task, functions))
+  """Return the rewards of several sources of problems, each with the settings of its task. Raises SettingsError as `resolve`.
+
+  The name of a source is '' for the task itself, `eval/NAME` for an entry of eval.sets, else that of an entry of task.mixture.
+  """
+  several = len(sources) > 1
+
+  def key(name: str) -> str:
+    return f'eval.sets.{name.removeprefix("eval/")}' if name.startswith('eval/') else f'task.mixture.{name}' if name else 'task'
+
+  return tuple(
+    replace(reward, source=name) if several else reward
+    for name, task in sources.items()
+    for reward in rewards(task, functions, key(name))
+  )
 
 
 def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None, where: str = '') -> GraderSpec:
   """Return the task's grader, found but not loaded: a user's file is parsed here and run in the grading processes.
 
-  `where` begins the messages of errors; '': names task.grader.
+  `where` begins the messages of errors; '': task.grader with its value.
 
   Raises SettingsError for an unknown grader, and for a file that is missing, is not Python, or lacks the function.
   """

@@ -3,7 +3,7 @@
 {"prompt": "What is 2 + 3?", "answer": "5", "level": 1}
 {"prompt": [{"role": "user", "content": "2 + 3?"}]}          (a conversation; `messages` is the same)
 
-`answer` is optional, because a reward may read other columns. Rewards get the row as it was given.
+`answer` is optional, because a reward may read other columns. Rewards get the row as JSON can hold it (`tables.plain`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ HELD_OUT = 0.1  # share of the rows that are held out where the caller names non
 def load(task: Task, rows: Iterable[Any], name: str = 'rows') -> Problems:
   """Return the problems of rows. Raises SettingsError as `checked` does."""
   found = checked(rows, task.chat, name)
-  return Problems(task, found, reduce(lambda before, row: digest(row['row'], before), found, 0))
+  return Problems(task, found, reduce(lambda before, row: digest(plain(row['row']), before), found, 0))
 
 
 def checked(rows: Iterable[Any], chat: bool, name: str = 'rows') -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ judge with other rewards, and read samples.
 
 import asyncio
 import json
-import math
 import os
 import re
 import time
@@ -190,7 +189,7 @@ def _reader(settings: Settings) -> Callable[[str, bool], float | None] | None:
       return None
   except re.error:
     return None
-  return lambda text, cut: _divided(_last(settings.score, text), settings.best)
+  return partial(_matched, settings.score, settings.best)
 
 
 def _yes_or_no(text: str, cut: bool) -> float | None:
@@ -214,8 +213,12 @@ def _number(best: float, text: str, cut: bool) -> float | None:
 
   number = r'(\d+(?:\.\d+)?)'
   said = re.sub(rf'{number}\s*(/|out of|of|-|–|to)\s*{number}(?![\d.]*\d)', without_best, re.sub('[*_`]', '', _said(text)))
-  score = None if cut else _divided(_last(r'((?:(?<![\w)])-)?\d+(?:\.\d+)?)', said), best)
-  return score if score is not None and 0 <= score <= 1 else None
+  return None if cut else _share(_last(r'((?:(?<![\w)])-)?\d+(?:\.\d+)?)', said), best)
+
+
+def _matched(pattern: str, best: float, text: str, cut: bool) -> float | None:
+  """Return the number of the last match of a pattern in a reply, from 0 to `best`, as a share of it."""
+  return None if cut else _share(_last(pattern, _said(text)), best)
 
 
 def _said(text: str) -> str:
@@ -223,12 +226,12 @@ def _said(text: str) -> str:
   return '' if '<think>' in text and '</think>' not in text else text.rpartition('</think>')[2]
 
 
-def _divided(number: str | None, best: float) -> float | None:
+def _share(number: str | None, best: float) -> float | None:
   try:
     score = float(number or '') / best
   except ValueError:
     return None
-  return score if math.isfinite(score) else None
+  return score if 0 <= score <= 1 else None
 
 
 def _last(pattern: str, text: str) -> str | None:

@@ -8,6 +8,7 @@ and joins the sources of a mixture.
 import itertools
 import json
 import logging
+import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, overload
 
 from sprl.config import SettingsError, Task
+from sprl.config_checks import named_below
 from sprl.tasks import dataset, gsm8k, jsonl, reasoning
 from sprl.tasks.tables import plain
 
@@ -69,7 +71,7 @@ def load_source(
     message = str(error)
     if key.startswith('eval.'):  # a held-out set has one split
       message = message.replace('config.task.splits has', f'config.{key}.split =')
-    raise SettingsError(message.replace('config.task.', f'config.{key}.')) from error
+    raise SettingsError(named_below(key, message)) from error
 
 
 def _load(task: Task, split: Literal['train', 'test'], process: int, processes: int, first: int) -> 'Problems':
@@ -84,8 +86,12 @@ def _load(task: Task, split: Literal['train', 'test'], process: int, processes: 
 
 
 def digest(value: Any, before: int = 0) -> int:
-  """Return the checksum of a value, continued from that of the values before it. What JSON cannot hold counts by its repr."""
-  return zlib.crc32(_as_text(value).encode('utf-8', 'surrogatepass'), before)
+  """Return the checksum of a value, continued from that of the values before it. What JSON cannot hold counts by its repr.
+
+  The address of an object, which differs in each process, does not count.
+  """
+  text = re.sub(r' at 0x[0-9a-f]+>', '>', _as_text(value))
+  return zlib.crc32(text.encode('utf-8', 'surrogatepass'), before)
 
 
 def _as_text(value: Any) -> str:

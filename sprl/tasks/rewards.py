@@ -11,7 +11,7 @@ A function with a parameter `completions` is groupwise: each argument is a list 
 a list of numbers. This is also the form of TRL's reward functions.
 
 A function of three parameters with other names, such as `f(question, text, truth)`, is called by position: prompt, completion,
-answer.
+answer. The third must not be the name of a column.
 """
 
 import inspect
@@ -106,11 +106,12 @@ def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
     names = [name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
     return not any(name in known and name != place for name, place in zip(names, _ORDER))
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
-  named = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
-  named = named or required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
-  keyword_only = any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required)
-  all_known = all(name in known for name in required)
-  return len(required) == len(_ORDER) and not named and not keyword_only and not all_known
+  if len(required) != len(_ORDER) or any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required):
+    return False
+  displaced = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
+  first_two = required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
+  column = required[2] in known - {*ARGUMENTS}  # a column in the place of the answer
+  return not (displaced or first_two or column or all(name in known for name in required))
 
 
 def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:

@@ -145,7 +145,10 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def plain(value: Any) -> Any:
-  """Return a value as JSON can hold it: bytes become base64 text, dates and other objects their text."""
+  """Return a value as JSON can hold it.
+
+  Numbers and arrays of numpy become those of Python, sets sorted lists, bytes base64 text, dates and other objects their text.
+  """
   match value:
     case None | bool() | int() | float() | str():
       return value
@@ -153,6 +156,11 @@ def plain(value: Any) -> Any:
       return {str(key): plain(each) for key, each in value.items()}
     case list() | tuple():
       return [plain(each) for each in value]
+    case set() | frozenset():
+      return sorted(map(plain, value), key=repr)  # the order of a set is another one in each process
     case bytes():
       return base64.b64encode(value).decode()
-  return value.isoformat() if hasattr(value, 'isoformat') else str(value)
+  if hasattr(value, 'isoformat'):
+    return value.isoformat()
+  listed = value.tolist() if hasattr(value, 'tolist') else value
+  return str(value) if type(listed) is type(value) else plain(listed)

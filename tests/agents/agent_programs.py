@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -108,6 +109,11 @@ def odd(base_url, row, how='hang'):
   if how == 'exit':
     os._exit(3)
   return 1.0
+
+
+def files(base_url, row):
+  """The reward is the limit of open files."""
+  return float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def children(base_url, row, pids=''):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -152,6 +153,18 @@ def test_an_agent_that_dies_after_a_refusal_is_tried_again(tmp_path):
     (failure,) = results(pool, ended)
     assert isinstance(failure, Failure)
     assert failure.kind == 'crash'
+
+
+def test_the_run_may_hold_as_many_connections_as_the_system_allows_and_agents_keep_its_first_limit():
+  usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
+  try:
+    with AgentPool(Program(f'{PROGRAMS}:files', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+      assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+      (ended,) = results(pool, pool.submit(Call((0, 0), 'run', {})))
+      assert ended.reward == 200
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
 
 
 def test_an_agent_that_repeats_a_refused_request_is_ended_after_the_time_limit(tmp_path):

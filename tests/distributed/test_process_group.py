@@ -272,13 +272,20 @@ def test_a_signal_that_arrives_twice_at_once_is_one_request():
 
 def test_gpus_are_divided_evenly_or_the_launch_fails():
   script = 'echo $SPRL_PROCESS $SPRL_PROCESSES $CUDA_VISIBLE_DEVICES'
-  out, _ = local('2', 'bash', '-c', script, CUDA_VISIBLE_DEVICES='4,5,6,7').communicate(timeout=30)
+  four = {'CUDA_VISIBLE_DEVICES': '4,5,6,7', 'JAX_PLATFORMS': 'cuda'}
+  out, _ = local('2', 'bash', '-c', script, **four).communicate(timeout=30)
   assert sorted(out.splitlines()) == ['[0] 0 2 4,5', '[1] 1 2 6,7']
-  process = local('3', 'bash', '-c', script, CUDA_VISIBLE_DEVICES='4,5,6,7')
+  process = local('3', 'bash', '-c', script, **four)
   _, err = process.communicate(timeout=30)
   assert process.returncode == 2
   assert '4 GPUs (4 5 6 7)' in err
   assert '3 processes' in err
+
+
+@pytest.mark.parametrize('environment', [{'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '-1'}])
+def test_gpus_that_are_not_used_are_not_divided(environment):
+  out, _ = local('2', 'bash', '-c', 'echo $SPRL_PROCESS $CUDA_VISIBLE_DEVICES', **environment).communicate(timeout=30)
+  assert sorted(out.splitlines()) == [f'[{i}] {i} {environment["CUDA_VISIBLE_DEVICES"]}' for i in range(2)]
 
 
 @pytest.mark.parametrize('arguments', [(), ('2',), ('two', 'true'), ('0', 'true')])

@@ -77,6 +77,15 @@ def with_data():
   return changed
 
 
+def test_a_file_has_the_split_of_a_flag_or_all_its_rows(with_data, tmp_path):
+  (tmp_path / 'rows.jsonl').write_text('')
+  data = str(tmp_path / 'rows.jsonl')
+  half = {'splits': ('train[:50%]', 'train[50%:]')}
+  assert with_data({'kind': 'jsonl', 'path': 'folder'}, data=data)[0].splits == ('train', 'train')
+  assert with_data({'kind': 'jsonl', 'path': 'folder', **half}, 'task.splits', data=data)[0].splits == half['splits']
+  assert with_data({'kind': 'jsonl', 'path': 'folder'}, data=data, split='train[50%:]')[0].splits == ('train', 'train[50%:]')
+
+
 def test_other_data_is_graded_by_the_rewards_of_the_run(with_data):
   for own in ({'grader': 'mine.py:f'}, {'rewards': ('math', 'judge=0.5'), 'judge': {'url': 'u', 'model': 'm'}}):
     task, said = with_data({'kind': 'jsonl', 'path': 'folder', **own})
@@ -121,6 +130,12 @@ def test_settings_that_other_data_does_not_use_are_named(with_data, task, data, 
     (('--model=x', '--workdir=y'), 'expected either --workdir=RUN or --model=FOLDER, got both'),
     (('--model=x', '--step=3'), '--step = 3: expected none with --model'),
     (('--model=x', '--split=test'), "--split = 'test': expected --data=DATA with it"),
+    (('--model=x', '--data=y', '--config.task.path=z'), 'config.task.path: expected not to be set with --data=y'),
+    (('--model=x', '--data=y', '--config.task.kind=jsonl'), 'config.task.kind: expected not to be set with --data=y'),
+    (
+      ('--model=x', '--data=y', '--split=test', "--config.task.splits=('a','b')"),
+      'config.task.splits: expected not to be set with --split=test',
+    ),
     (
       ('--model=x', '--config.eval.sets={"a": {"pathh": 1}}'),
       'config.eval.sets.a.pathh: no such setting; config.eval.sets.a has',

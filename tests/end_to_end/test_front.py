@@ -17,6 +17,7 @@ import tiny
 
 import sprl
 from sprl.api import loaded as loaded_model
+from sprl.api.inputs import inputs_of
 from sprl.api.rollouts import SideBySide
 from sprl.api.settings import merged
 from sprl.api.training import _call
@@ -94,6 +95,13 @@ def assert_same_arrays(tree, expected):
   leaves, others = (jax.tree.leaves_with_path(jax.device_get(t)) for t in (tree, expected))
   assert [(path, leaf.tobytes()) for path, leaf in leaves] == [(path, leaf.tobytes()) for path, leaf in others]
   assert len(leaves) > 5
+
+
+def test_the_kind_of_files_is_that_of_the_caller_or_of_the_folder(folder):
+  for kind, expected in ((None, 'jsonl'), ('dataset', 'dataset')):
+    assert inputs_of(folder, kind=kind)[0]['task']['kind'] == expected
+  with pytest.raises(SettingsError, match=r'config\.task\.columns: prompt reads the column'):  # of the kind `dataset`
+    sprl.fit(folder / 'model', folder, task={'kind': 'dataset', 'columns': {'prompt': 'no such column'}}, steps=1)
 
 
 def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_files):

@@ -15,7 +15,21 @@ import pytest
 import small
 
 from sprl import hooks
-from sprl.config import Advantage, Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Sampling, SettingsError, Task
+from sprl.config import (
+  Advantage,
+  Cache,
+  Correction,
+  Ledger,
+  Loss,
+  MixtureSource,
+  Optimizer,
+  Quant,
+  Rollout,
+  Run,
+  Sampling,
+  SettingsError,
+  Task,
+)  # fmt: skip
 from sprl.distributed.team import ALONE
 from sprl.guards import checks
 from sprl.guards.checks import CHECKS, FEW, FINITE, HEALTHY, WINDOW, History, gain, warnings
@@ -377,6 +391,37 @@ def test_steps_without_an_update_are_left_out():
   assert ever([*FIRST, *[bare] * 30], PLAIN) == {}
 
 
+def test_a_skipped_update_is_seen_at_its_own_step_only():
+  """The steps behind it had no update."""
+  skipped = STEP | {'update/skipped': 1.0}
+  bare = {name: value for name, value in STEP.items() if not name.startswith(('update/', 'policy/'))}
+  assert set(after([*FIRST, skipped], PLAIN)) == {'an update was skipped'}
+  assert after([*FIRST, skipped, bare], PLAIN) == {}
+
+
+def test_a_few_steps_without_an_update_do_not_hide_a_policy_that_leaves_the_reference():
+  far = STEP | {'policy/kl_ref': 5.0}
+  bare = {name: value for name, value in STEP.items() if not name.startswith(('update/', 'policy/'))}
+  for without, symptoms in ((4, {'the policy leaves the reference'}), (5, set())):
+    assert set(after([*FIRST, *[bare] * without, *[far] * (WINDOW - without)], PLAIN)) == symptoms
+
+
+def test_advice_names_settings_that_the_task_reads():
+  equal, failing = {'reward/groups_equal': 1.0}, {'grading/ok': 1.0, 'grading/error': 63.0}
+  mixture = Task(kind='mixture', mixture={'a': MixtureSource(kind='gsm8k')})
+  reasoning = Task(kind='reasoning_gym', name='chain_sum')
+  for task, sign, named, other in (
+    (Task(kind='gsm8k'), equal, ['task.filters'], ['task.args', 'task.mixture']),
+    (reasoning, equal, ['task.args'], ['task.filters', 'task.mixture']),
+    (mixture, equal, ['task.mixture'], ['task.filters', 'task.args']),
+    (Task(kind='gsm8k'), failing, ['task.grader'], ['task.rewards', 'task.mixture']),
+    (Task(kind='gsm8k', rewards=('math', 'exact=0.5')), failing, ['task.rewards'], ['task.grader', 'task.mixture']),
+    (mixture, failing, ['task.mixture'], ['task.grader', 'task.rewards']),
+  ):
+    (warning,) = after([STEP | sign] * WINDOW, replace(PLAIN, task=task)).values()
+    assert [f'config.{key}' in warning for key in (*named, *other)] == [True] * len(named) + [False] * len(other)
+
+
 def test_checks_of_other_settings_do_not_apply():
   equal, light = STEP | {'reward/groups_equal': 1.0}, STEP | {'rollout_corr/rollout_is_eff_sample_size': 0.1}
   no_groups = replace(PLAIN, advantage=replace(PLAIN.advantage, estimator='reinforce_baseline'))
@@ -423,7 +468,10 @@ def test_advice_is_that_of_the_run():
   nothing = Correction(level=None, veto=None)
   uncorrected = replace(CHEAP, rollout=Rollout(), correction=nothing)
   for run, advice in (
-    (uncorrected, "Try config.arm = 'sparse_rl', which corrects for the eviction; a larger config.cache.budget"),
+    (
+      uncorrected,
+      "Try config.arm = 'sparse_rl', without a preset and settings of the correction: it corrects for the eviction; a larger",
+    ),
     (replace(uncorrected, cache=Cache()), "Try config.correction.level = 'token', which corrects for it; less FP8"),
     (replace(PLAIN, quant=Quant(learner='w8a8'), correction=nothing), "for it; config.quant.learner = 'none'; config.ledger"),
   ):

@@ -127,6 +127,9 @@ class Stack:
     ('assert f(2, key=3) == 5', 'def f(n, key): return n + key'),
     ('assert math.isnan(f())', 'import math\ndef f(): return math.nan'),
     ('assert f() == [1, 2]', 'import numpy\ndef f(): return numpy.array([1, 2])'),
+    ('assert json.loads(f()) == [1]', 'import json\ndef f(): return "[1]"'),
+    ('assert f() == np.float64(0.5)', 'import numpy as np\ndef f(): return 0.5'),
+    ('assert f(10**5000) == -10**5000', 'def f(n): return -n'),  # more digits than Python writes
     ('assert twice(f, 3) == 12', 'def f(n): return 2 * n\ndef twice(g, n): return g(g(n))'),
     ('s = Stack(); s.push(3); s.push(4); assert s.pop() == 4; assert s.items == [3]', STACK),
     ('try:\n  f(-1)\nexcept ValueError as error:\n  assert str(error) == "negative"\nelse:\n  assert False',
@@ -379,7 +382,7 @@ def test_the_code_is_the_last_fenced_block_of_python(completion, code):
 
 
 @pytest.mark.parametrize(
-  'value', [{'list': 3}, {'dict': [1]}, {'no': []}, {}, {'list': [], 'set': []}, {'bytes': 'x'}, {'complex': []}]
+  'value', [{'list': 3}, {'dict': [1]}, {'no': []}, {}, {'list': [], 'set': []}, {'bytes': 'x'}, {'complex': []}, {'int': 3}]
 )
 def test_a_forged_value_is_refused(value):
   with pytest.raises((ValueError, TypeError)):

@@ -282,10 +282,16 @@ def test_no_action_raises(name, actions, tmp_path_factory):
     ('sokoban', {'boxes': 9}, r'boxes = 9: expected 1 to 4'),
     ('sokoban', {'size': 3}, r'size = 3: expected 5 to 20'),
     ('guess_number', {'low': 5, 'high': 5}, r'low = 5, high = 5: expected low below high'),
-    ('calculator', {'path': '/no/such/folder'}, r"config\.task\.path = '/no/such/folder'"),
+    ('calculator', {'path': '/no/such/folder'}, r"config\.task\.args\.path = '/no/such/folder'"),
     ('calculator', {'split': 'dev'}, r"task\.args\.split = 'dev': expected one of 'train', 'test'"),
     ('reasoning_gym', {}, r"task\.args lacks 'dataset': reasoning_gym takes dataset, args"),
-    ('reasoning_gym', {'dataset': 'leg_count'}, r"'leg_count': reasoning-gym has no such data set; .*leg_counting"),
+    (
+      'reasoning_gym',
+      {'dataset': 'leg_count'},
+      r"config\.task\.args\.dataset = 'leg_count': .* no such data set; .*leg_counting",
+    ),
+    ('reasoning_gym', {'dataset': 'leg_counting', 'args': {'legs': 1}}, r"config\.task\.args\.args has 'legs'"),
+    ('reasoning_gym', {'dataset': 'leg_counting', 'size': 0}, r'config\.task\.args\.size = 0: expected a number of at least 1'),
     ('reasoning_gym', {'dataset': 'leg_counting', 'split': 'dev'}, r"split = 'dev'"),
   ],
 )

@@ -1,5 +1,6 @@
 """Problems from rows in memory."""
 
+import numpy as np
 import pytest
 
 from sprl.config import SettingsError, Task
@@ -52,3 +53,26 @@ def test_a_digest_depends_on_rows_and_their_order_not_on_keys():
   same = [{'n': 1, 'prompt': 'a'}, {'prompt': 'b', 'x': {1, 2}}]
   assert digest(rows) == digest(same)
   assert digest(rows) != digest(rows[::-1])
+
+
+def test_numbers_of_numpy_reach_rewards_as_numbers():
+  row = {'hard': np.bool_(False), 'level': np.int64(3), 'grid': np.eye(2, dtype=np.float32), 'names': {'b', 'a'}, 'none': None}
+  (problem,) = in_memory.load(Task(kind='rows'), [{'prompt': 'a', **row}])
+  found = {name: problem.row[name] for name in row}
+  assert found == {'hard': False, 'level': 3, 'grid': [[1.0, 0.0], [0.0, 1.0]], 'names': ['a', 'b'], 'none': None}
+  assert found['hard'] is False
+
+
+def test_a_digest_depends_on_the_content_of_arrays_and_not_on_the_address_of_objects():
+  class Thing:
+    pass
+
+  def digest(**columns):
+    return in_memory.load(Task(kind='rows'), [{'prompt': 'a', **columns}]).digest
+
+  long, other = np.zeros(5000), np.zeros(5000)
+  other[2500] = 1.0
+  assert digest(x=long) == digest(x=long.copy())
+  assert digest(x=long) != digest(x=other)
+  kept = Thing()
+  assert digest(x=kept) == digest(x=Thing())

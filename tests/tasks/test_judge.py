@@ -135,6 +135,7 @@ def test_a_completion_is_judged_by_the_reply(endpoint, monkeypatch):
     ({'score': 'number', 'best': 10.0}, 'Rating: 8 (scale 1-10)', 0.8),
     ({'score': 'number', 'best': 4.0}, 'between 1 and 3: 2.5', 0.625),
     ({'score': r'score: (\d+)', 'best': 5.0}, 'score: 1, no, score: 4 (of 9)', 0.8),
+    ({'score': r'score: (\d+)', 'best': 5.0}, '<think>score: 5?</think>score: 2', 0.4),
   ],
 )
 def test_the_score_is_read_from_the_reply(endpoint, settings, reply, score):
@@ -150,6 +151,9 @@ def test_the_score_is_read_from_the_reply(endpoint, settings, reply, score):
     ({'score': 'number', 'best': 10.0}, 'I think of 8', True),
     ({'score': 'number'}, '85', False),  # `best` is not set
     ({'score': 'number', 'best': 10.0}, 'Score: -3', False),
+    ({'score': r'Score: (\d+)', 'best': 10.0}, '<think>Score: 9?</think> I cannot judge this.', False),
+    ({'score': r'Score: (\d+)', 'best': 10.0}, 'Score: 1', True),  # perhaps of 10
+    ({'score': r'Score: (\d+)', 'best': 10.0}, 'Score: 250', False),
   ],
 )
 def test_a_reply_without_a_verdict_has_no_score(settings, reply, cut):

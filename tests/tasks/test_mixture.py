@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sprl.config import MixtureSource, SettingsError, Task
+from sprl.config_checks import named_below
 from sprl.tasks import graders, problems
 from sprl.tasks.grader_pool import grader_pool
 from sprl.tasks.problems import Mixture, Problems, holder
@@ -193,6 +194,22 @@ def test_an_error_names_the_source(tmp_path):
     problems.load(task_of(tmp_path, filters=('level>=3',)), 'train')
   with pytest.raises(SettingsError, match=r'^config\.task\.mixture\.third\.columns: prompt reads the column'):
     problems.load(task_of(tmp_path, columns={'prompt': 'question'}), 'train')
+
+
+def test_an_error_of_a_grader_names_the_source():
+  of = {'': 'config.task.grader', 'first': 'config.task.mixture.first.grader', 'eval/dev': 'config.eval.sets.dev.grader'}
+  for name, setting in of.items():
+    sources = {'other': Task(grader='exact'), name: Task(grader='/no/such/file.py:grade')}
+    with pytest.raises(SettingsError, match=f"^{setting} = '/no/such/file.py:grade': /no/such/file.py: no such file"):
+      graders.of_sources(sources)
+    (reward,) = graders.of_sources({name: Task(grader='exact')})
+    assert reward.setting == f"{setting} = 'exact'"
+
+
+def test_settings_that_a_source_does_not_have_keep_their_names():
+  message = "config.task.rewards = 'x': with config.task.chat = False and config.task.path, not config.task.path_of"
+  expected = "config.task.rewards = 'x': with config.task.chat = False and config.eval.sets.a.path, not config.task.path_of"
+  assert named_below('eval.sets.a', message) == expected
 
 
 def test_each_source_has_its_own_grader(tmp_path):

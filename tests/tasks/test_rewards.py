@@ -64,6 +64,11 @@ def test_an_unknown_third_name_is_an_error_and_not_the_answer():
     for_samples(lambda prompt, completion, difficulty: difficulty, ROW)
 
 
+def test_a_column_in_the_third_place_is_not_the_answer():
+  with pytest.raises(TypeError, match="wants 'x'"):
+    for_samples(lambda x, y, level: level, ROW)
+
+
 def test_a_parameter_with_a_default_is_optional():
   assert for_samples(lambda completion, level=1, colour='red': (level, colour), ROW)(SAMPLE) == (3, 'red')
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sprl.config import Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems
 from sprl.tasks.environments.arithmetic import CalculationError, calculate
 from sprl.tasks.environments.turns import Turns
@@ -94,7 +94,10 @@ def gsm8k(
 
 @functools.cache  # shared by all environments of a process
 def _gsm8k(path: str | None, split: Literal['train', 'test']) -> Sequence[Problem]:
-  return problems.load(Task(kind='gsm8k', path=path), split)
+  try:
+    return problems.load(Task(kind='gsm8k', path=path), split)
+  except SettingsError as error:
+    raise SettingsError(str(error).replace('config.task.path', 'config.task.args.path')) from error
 
 
 def _final(action: str) -> str | None:

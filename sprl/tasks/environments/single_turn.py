@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sprl.config import Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import graders, reasoning
 from sprl.tasks.environments.turns import Turns
 from sprl.tasks.problems import Problem, Problems
@@ -60,8 +60,15 @@ def reasoning_gym(
 
   Raises SettingsError for an unknown data set, refused arguments, and too few distinct questions.
   """
-  with _ONE_SEARCH:
-    found = _problems(dataset, json.dumps(dict(args or {}), sort_keys=True), split, size, held_out, seed)
+  for name, value in (('size', size), ('held_out', held_out)):
+    if value < 1:
+      raise SettingsError(f'config.task.args.{name} = {value}: expected a number of at least 1')
+  try:
+    with _ONE_SEARCH:
+      found = _problems(dataset, json.dumps(dict(args or {}), sort_keys=True), split, size, held_out, seed)
+  except SettingsError as error:
+    of_args = str(error).replace('config.task.args', 'config.task.args.args')
+    raise SettingsError(of_args.replace('config.task.name', 'config.task.args.dataset')) from error
   return SingleTurn(f'reasoning_gym {dataset}', found, graders.load(graders.resolve(_task(dataset, args or {}))))
 
 
