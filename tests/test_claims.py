@@ -219,6 +219,16 @@ def test_a_curve_has_a_value_for_each_ten_steps():
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_result_with_one_seed_is_json(tmp_path, monkeypatch):
+  """Its intervals have no bounds, and JSON has no infinite numbers."""
+  monkeypatch.setattr(command, 'SAVED', tmp_path)
+  for arm, of in records(0.2).items():
+    (tmp_path / f'{arm}-1.json').write_text(json.dumps(of[1]))
+  command.collect(EXPERIMENT, {}, tmp_path)
+  saved = json.loads((tmp_path / f'{EXPERIMENT.name}.json').read_text(), parse_constant=pytest.fail)
+  assert [(row['low'], row['high']) for row in saved['rows']] == [(None, None)] * len(saved['rows'])
+
+
 def test_a_result_of_another_plan_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(command, 'SAVED', tmp_path)
   for seed in (1, 2):

@@ -12,6 +12,7 @@ are over. On a GPU it does one run at a time. A run that was interrupted continu
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -124,7 +125,10 @@ def collect(experiment: Experiment, records: Found, folder: Path) -> None:
   if count(records) > before:
     kept = {arm: {str(seed): found for seed, found in sorted(of.items())} for arm, of in records.items()}
     result = {'plan': experiment.plan(), 'steps': experiment.steps, 'records': kept}
-    record(experiment.name, [row for claim in experiment.claims for row in judged(claim, experiment, records)], result, SAVED)
+    rows = [row for claim in experiment.claims for row in judged(claim, experiment, records)]
+    # JSON has no infinite numbers: the interval of a comparison with one seed has no bounds.
+    rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
+    record(experiment.name, rows, result, SAVED)
 
 
 def saved(experiment: Experiment) -> Found:

@@ -35,9 +35,12 @@ EXPERIMENT = Experiment(
           (Comparison('full', BEFORE, 0.1),)),
     Claim('An FP8 cache that rounds keys with their biases lowers the accuracy by more than 0.05.', 'FP8-RL',
           'a drop without a correction', (Comparison('full', 'alone@plain', 0.05),)),
-    Claim('Token-level TIS prevents the drop.', 'FP8-RL', 'on par', (Comparison('tis@plain', 'full', -0.05),)),
-    Claim('Token-level MIS prevents the drop.', 'FP8-RL', 'on par', (Comparison('mis@plain', 'full', -0.05),)),
-    Claim('A cache that rounds keys without their biases prevents the drop without a correction.', 'not in the paper', '-',
+    Claim('With token-level TIS training ends at most 0.05 below full precision.', 'FP8-RL', 'on par',
+          (Comparison('tis@plain', 'full', -0.05),)),
+    Claim('With token-level MIS training ends at most 0.05 below full precision.', 'FP8-RL', 'on par',
+          (Comparison('mis@plain', 'full', -0.05),)),
+    Claim('Without a correction, a cache that rounds keys without their biases ends at most 0.05 below full precision.',
+          'not in the paper', '-',
           (Comparison('alone@apart', 'full', -0.05),)),
     Claim('A cache that rounds keys without their biases has less mismatch than one that rounds them with their biases.',
           'not in the paper', '-',
@@ -58,7 +61,6 @@ EXPERIMENT = Experiment(
   'steps instead of 100. In `fp8_rl` no FP8 arm without a correction differs from full precision. `alone@plain` ends 0.16 below '
   'full precision (interval 0.01 to 0.31, which includes the threshold of 0.05): four seeds end at 0.92 to 0.93, four at 0.56 '
   'to 0.80. Longer answers were not tried.\n\n'
-  'That a drop is prevented means that an arm ends within 0.05 of full precision. With TIS and MIS the '
-  'training reward is lower than without them. A likely reason is that without a correction the policy learns to answer from '
-  'the rounded cache, which the held-out evaluation does not use.',
+  'With TIS and MIS the training reward is lower than without them. A likely reason is that without a correction the '
+  'policy learns to answer from the rounded cache, which the held-out evaluation does not use.',
 )  # fmt: skip
