@@ -1,6 +1,6 @@
 """Hooks of a step: the ledger before the update; logs, guards, evaluation and checkpoints after it.
 
-A hook is a function of the session. `Session.before_update` holds the hooks that need the weights that sampled.
+A hook is a function of the session. `Session.before_update` holds the hooks that need the weights before an update.
 `Session.after_step` holds the hooks at the end of a step. Hooks run in order.
 """
 
@@ -11,6 +11,7 @@ from functools import reduce
 import jax
 
 from sprl import ledger
+from sprl.cache.scales import Scales
 from sprl.guards.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries, warnings
 from sprl.guards.stop import Streaks, sentinels
 from sprl.models.lora import network
@@ -42,15 +43,14 @@ class LedgerHook:
   def __init__(self):
     self._older: ledger.Older = {}
 
-  def __call__(self, session: Session, step: int, trajectories: Sequence[Trajectory]) -> None:
-    """Measure and log the ledger of this step, if it is due."""
-    run, learner, weights = session.run, session.learner, session.weights
-    assert weights is not None
-    self._older = ledger.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
+  def __call__(self, session: Session, step: int, trajectories: Sequence[Trajectory], scales: Scales | None) -> None:
+    """Measure and log the ledger of this step, if it is due. `scales` are those of an FP8 cache under the newest weights."""
+    run, learner = session.run, session.learner
+    self._older = ledger.with_version(self._older, step - 1, learner.state.params, scales, run)
     if not run.ledger.every or step % run.ledger.every:
       return
     version, probed = ledger.of_one_version(trained_on(trajectories), ledger.GROUPS * run.rollout.group)
-    sampled_with, scales = None, weights.scales
+    sampled_with = None
     if version < step - 1 and version in self._older:
       parked, scales = self._older[version]
       sampled_with = network(jax.tree.map(Parked.back, parked), learner.base)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.cache.layout import CacheLayout
+from sprl.cache.scales import Scales
 from sprl.config import Run, SettingsError
 from sprl.distributed.signals import Stop
 from sprl.distributed.team import Team
@@ -124,7 +125,7 @@ class Session:
   progress: Progress
   stop: Stop
   stream: PromptStream | None = None  # the order of the problems; None: conversations
-  before_update: Sequence[Callable[['Session', int, Sequence[Trajectory]], None]] = ()
+  before_update: Sequence[Callable[['Session', int, Sequence[Trajectory], Scales | None], None]] = ()
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
@@ -164,14 +165,15 @@ class Session:
       return None
     times.lap('rollout')
     trajectories = [t for group in groups for t in group.trajectories]
+    assert self.weights is not None
+    # Frees the memory of the weights for the ledger and the update.
+    probe, scales, self.weights = self.weights.probe, self.weights.scales, None
     for hook in self.before_update:
-      hook(self, step, trajectories)
+      hook(self, step, trajectories, scales)
     if self.run.ledger.every:
       times.lap('ledger')
     metrics, seconds = self._measured(step, groups, trajectories)
     next_prompts = self._look_ahead(step)
-    assert self.weights is not None
-    probe, self.weights = self.weights.probe, None  # frees the memory of the weights for the update
     if not self.model.shares_devices:
       self._pump = Pump(self.scheduler, self.team)
     self._step = StepInProgress(

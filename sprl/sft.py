@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from sprl.config import Lora, Optimizer, Remat, Rollout, Run, SettingsError
 from sprl.config_checks import require
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
+from sprl.guards.stop import MAX_BAD_UPDATES
 from sprl.io.files import local_folder
 from sprl.learner.batch import TrainBatch, pack, put, shape
 from sprl.learner.copies import with_copies
@@ -63,8 +65,8 @@ def fine_tune(
   """Take `steps` steps on `batch` solutions each and write the model to `out`, a folder that appears when it is complete.
 
   Returns {out, steps, loss_first, loss_last, skipped, seconds}. The losses are the losses of the first and the last batch, in
-  nats per token, each before its step. `skipped` counts problems whose prompt is too long, or whose solution is too long or
-  empty. On one machine, equal settings give equal weights.
+  nats per token, each before its step. `skipped` counts, in each epoch, the problems whose prompt is too long, or whose
+  solution is too long or empty. On one machine, equal settings give equal weights.
 
   Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if the loss is not finite.
   """
@@ -103,12 +105,10 @@ def fine_tune(
     unread.append(loss)
     tokens += int(metrics['packing/tokens'])
     if step == 1 or step % SHOWN_EVERY == 0 or step == steps:
-      losses += [float(x) for x in jax.device_get(unread)]
+      found, bad_streak = jax.device_get((unread, state.bad_streak))
+      losses += map(float, found)
       unread = []
-      if not np.isfinite(losses).all():
-        raise SettingsError(
-          f'--learning_rate = {learning_rate:g}: the loss is no longer finite at step {step}; expected a lower one'
-        )
+      check_finite(losses, int(bad_streak), learning_rate, run)
       now = time.perf_counter()
       show(f'step {step:{len(str(steps))}d}/{steps}  loss {losses[-1]:7.4f}  {tokens / (now - since):8,.0f} tokens/s')
       tokens, since = 0, now
@@ -167,7 +167,7 @@ class SolutionStream:
   def _obstacle(self, problem: Problem, prompt: int, solution: int) -> str | None:
     """Return the reason to skip a problem with these numbers of tokens; None if it fits."""
     if not solution:
-      return f'config.task: {problem.id} has no answer to learn'
+      return f'config.task: the solution of {problem.id} is empty'
     for name, room, needed in (
       ('max_prompt', self._sampling.max_prompt, prompt),
       ('max_tokens', self._sampling.max_tokens, solution + 1),
@@ -176,6 +176,28 @@ class SolutionStream:
         part = 'prompt' if name == 'max_prompt' else 'solution with its end of turn'
         return f'config.sampling.{name} = {room}: expected at least {needed}, the tokens of the {part} of {problem.id}'
     return None
+
+
+def check_finite(losses: Sequence[float], bad_streak: int, learning_rate: float, run: Run) -> None:
+  """Raise SettingsError if a loss is not finite, or the gradients of the last updates. The first loss is that of the model.
+
+  `bad_streak` is the number of last updates that were skipped, because their loss or gradient was not finite.
+  """
+  wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+  if wrong == 1:
+    raise SettingsError(
+      f'config.model.path = {run.model.path!r}: the loss of its weights is not finite; expected undamaged weights, and a '
+      f'config.model.dtype (now {run.model.dtype!r}) with the range of their numbers'
+    )
+  if wrong is not None:
+    raise SettingsError(
+      f'--learning_rate = {learning_rate:g}: the loss is no longer finite at step {wrong}; expected a lower one'
+    )
+  if bad_streak >= MAX_BAD_UPDATES:
+    raise SettingsError(
+      f'--learning_rate = {learning_rate:g}: the gradients of the {bad_streak} updates up to step {len(losses)} are not finite; '
+      'expected a lower one'
+    )
 
 
 def solution_of(problem: Problem) -> str:

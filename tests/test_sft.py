@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import small
 
 from sprl import config as settings
 from sprl import sft
-from sprl.config import Optimizer, SettingsError, TaskKind
+from sprl.config import Optimizer, Run, SettingsError, TaskKind
 from sprl.config_reader import resolve
 from sprl.guards import checks
 from sprl.learner.batch import Shape, pack
@@ -30,7 +31,7 @@ from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.rollout import collect
-from sprl.sft import SolutionStream, end_of_turn, fine_tune, make_update, solution_of, solution_trajectory
+from sprl.sft import SolutionStream, check_finite, end_of_turn, fine_tune, make_update, solution_of, solution_trajectory
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 
@@ -198,10 +199,19 @@ def test_the_memory_of_fine_tuning_is_that_of_adamw_in_float32_without_a_referen
 
 
 def test_a_loss_that_is_not_finite_is_reported_and_nothing_written(inputs, tmp_path, monkeypatch):
-  monkeypatch.setattr(sft, 'make_update', lambda *_: lambda state, batch: (state, jnp.float32(np.nan)))
-  with pytest.raises(SettingsError, match=r'--learning_rate = 1e\+30: .* at step 1;'):
-    fine_tune(run_with(inputs), tmp_path / 'out', steps=20, batch=8, learning_rate=1e30, show=lambda line: None)
-  assert not (tmp_path / 'out').exists()
+  of_the_model, of_training = r'^config\.model\.path = .* not finite', r'^--learning_rate = 1e\+30: .* at step 2;'
+  for losses, said in (([np.nan], of_the_model), ([1.0, np.nan], of_training)):
+    found = itertools.chain(losses, itertools.repeat(np.nan))
+    monkeypatch.setattr(sft, 'make_update', lambda *_, found=found: lambda state, batch: (state, jnp.float32(next(found))))
+    with pytest.raises(SettingsError, match=said):
+      fine_tune(run_with(inputs), tmp_path / 'out', steps=20, batch=8, learning_rate=1e30, show=lambda line: None)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_gradients_that_are_not_finite_several_times_in_a_row_are_reported():
+  check_finite([1.0, 0.9, 0.8], 2, 0.1, Run())
+  with pytest.raises(SettingsError, match=r'--learning_rate = 0\.1: the gradients of the 3 updates up to step 4 are not finite'):
+    check_finite([1.0, 0.9, 0.9, 0.9], 3, 0.1, Run())
 
 
 # --- tokens that carry loss ------------------------------------------------------------------------------------------

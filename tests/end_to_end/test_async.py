@@ -112,10 +112,13 @@ def test_a_synchronous_run_equals_the_plain_loop_bit_for_bit(inputs, tmp_path, c
 
 def test_the_ledger_runs_when_the_engines_have_freed_their_weights(inputs, tmp_path, monkeypatch):
   held = []
-  ledger = lambda session, step, trajectories: held.extend(engine.weights for engine in session.engines)  # noqa: E731
+
+  def ledger(session, step, trajectories, scales):
+    held.extend([session.weights, *(engine.weights for engine in session.engines)])
+
   monkeypatch.setattr('sprl.train.LedgerHook', lambda: ledger)
   train(dense_run(inputs, 1), tmp_path / 'run')
-  assert held == [None]
+  assert held == [None, None]
 
 
 def asynchronous(*changes: str) -> list[str]:

@@ -19,6 +19,7 @@ from sprl.config import Cache, Quant, SettingsError, Streaming
 from sprl.sampler import decode
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
+from sprl.sampler.running import Chunk
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.rules import OnMesh
 from sprl.types import Request, Trajectory
@@ -333,6 +334,24 @@ def test_abort_during_a_chunk_takes_effect_after_it():
   done = run(engine)
   assert set(done) == {101, 102, 110, 111, 112, 120}
   assert not differing(done)
+
+
+def test_a_wait_ends_after_its_time_or_for_a_late_chunk_when_it_is_over(monkeypatch):
+  """A thread that waits without end for a device that hangs is noticed by the watchdog."""
+  engine = engine_of(asked=requests(group=3)[:1])
+  engine.dispatch()
+  looks = []
+
+  def ready(chunk):
+    looks.append(chunk)
+    return len(looks) % 5 == 0
+
+  monkeypatch.setattr(Chunk, 'ready', property(ready))
+  engine.wait(0.0)
+  assert len(looks) == 1
+  monkeypatch.setattr('sprl.sampler.engine.LATE', -1.0)
+  engine.wait(0.0)
+  assert len(looks) == 5
 
 
 def test_another_attempt_draws_other_tokens():
