@@ -11,6 +11,7 @@ from typing import Any
 
 from sprl.cache.layout import CacheLayout, never_evicts
 from sprl.config import EPISODES, Kernels, Run
+from sprl.foreign import split_reference
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.presets import sources
@@ -86,6 +87,8 @@ def _unread(run: Run) -> Iterator[tuple[str, str, str]]:
       if section == 'cache' and run.cache.budget is None:
         if run.arm != 'dense':  # which drops the budget, so that runs of all arms can have the same settings
           yield key, 'nothing is evicted', 'cache.budget'
+      elif split_reference(chosen) and section == 'cache':
+        continue  # a user's method may read all of them
       elif dataclasses.is_dataclass(getattr(settings, variant)) and variant != chosen:
         yield key, f'only {variant!r} reads it', f'{section}.{choice}'
   name = run.optimizer.name

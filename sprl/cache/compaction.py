@@ -93,7 +93,7 @@ def compress(
 def rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
   """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE.
 
-  The kernel stores no cosines, so its blocks are larger.
+  Blocks are larger for methods that do not compare keys, and where the kernel compares them, because no cosines are stored.
   """
   return max(1, min(rows, int(SHARE * layout.kv_bytes(rows) / row_bytes(layout, slots))))
 
@@ -102,7 +102,8 @@ def row_bytes(layout: CacheLayout, slots: int) -> int:
   """Return the temporary memory of the compression of one row of a layer."""
   D, itemsize = layout.head_dim, layout.storage.itemsize
   keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
-  cosines = 0 if compares_without_cosines(keys, layout.kernels, local=True) else 4 * slots
+  stored = method(layout.settings.method).compares and not compares_without_cosines(keys, layout.kernels, local=True)
+  cosines = 4 * slots if stored else 0
   return layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
 
 

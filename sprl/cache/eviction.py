@@ -67,6 +67,7 @@ class Method(NamedTuple):
   queries: bool = False  # needs the last `window` queries
   carries: bool = False  # stores a number for each slot, at first -1
   accumulates: bool = False  # stores a number, at first 0, to which the sampler adds each step's attention probabilities
+  compares: bool = True  # compares all pairs of keys; the blocks of rows then leave room for the cosines
 
 
 def method(name: str) -> Method:
@@ -142,12 +143,12 @@ def tova_like(view: View, cache: Cache) -> Scored:
 
 METHODS: dict[str, Method] = {
   'rkv': Method(rkv, queries=True),
-  'snapkv': Method(snapkv, queries=True),
-  'h2o': Method(h2o, window=lambda budget: max(1, budget // 2), accumulates=True),
-  'streaming': Method(streaming),
-  'keydiff': Method(keydiff),
+  'snapkv': Method(snapkv, queries=True, compares=False),
+  'h2o': Method(h2o, window=lambda budget: max(1, budget // 2), accumulates=True, compares=False),
+  'streaming': Method(streaming, compares=False),
+  'keydiff': Method(keydiff, compares=False),
   'gkv': Method(gkv, window=lambda budget: 16, queries=True, carries=True),
-  'tova_like': Method(tova_like, window=lambda budget: 1, queries=True),
+  'tova_like': Method(tova_like, window=lambda budget: 1, queries=True, compares=False),
 }
 
 

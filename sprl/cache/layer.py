@@ -44,7 +44,7 @@ class LayerCache:
       second,
       position=jnp.full(shape, -1, jnp.int32),
       queries=jnp.zeros((rows, layout.heads, layout.queries, layout.head_dim), layout.dtype) if layout.queries else None,
-      carried=jnp.full(shape, layout.initial_carried) if layout.carries else None,
+      carried=jnp.full(shape, layout.initial_carried, jnp.float32) if layout.carries else None,
       evicted=jnp.full((*shape[:2], layout.positions), NEVER, jnp.int32) if layout.record else None,
     )
 

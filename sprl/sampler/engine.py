@@ -54,6 +54,8 @@ class Engine:
   """
 
   def __init__(self, config: EngineConfig, weights: SamplerWeights, version: int = 0):
+    if config.layout.fp8 and weights.scales is None:
+      raise ValueError('weights.scales = None: expected the scales of the FP8 cache (sprl/sampler/calibrate.py)')
     self.config, self.version = config, version
     self.weights: SamplerWeights | None = weights
     self.usage = Usage()

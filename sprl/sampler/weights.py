@@ -76,9 +76,10 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
 def linear_kernels(config: ModelConfig, quant: Quant, kernels: Kernels, meshes: Iterable[Mesh | AbstractMesh]) -> Kernels:
   """Return which implementation multiplies FP8 linears: `kernels`, or 'reference' if a mesh cuts a weight within its blocks.
 
-  Raises SettingsError if `kernels` forces the kernel in that case.
+  Emulated products do not multiply codes, so they are split on any mesh. Raises SettingsError if `kernels` forces the kernel of
+  products of codes where a mesh cuts a weight.
   """
-  if (reason := _cut(config, quant, meshes)) is None:
+  if quant.arithmetic == 'emulate' or (reason := _cut(config, quant, meshes)) is None:
     return kernels
   chosen('block-scaled matmul', kernels, lambda: reason)  # logs the reason, or raises
   return 'reference'

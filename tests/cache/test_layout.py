@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from sprl.cache.compaction import rows_at_once
 from sprl.cache.eviction import METHODS
 from sprl.cache.layout import cache_layout, never_evicts
 from sprl.config import Cache, Quant, SettingsError
@@ -87,8 +88,18 @@ def test_a_budget_that_never_evicts_is_reported():
   for cache, words in (
     (Cache(budget=399, interval=4), ('config.cache.budget = 399', '399 tokens')),
     (Cache(budget=364, interval=100), ('config.cache.interval = 100', 'config.cache.budget = 364')),
-    (Cache(budget=395, interval=45), ('config.cache.interval = 45', 'after 90 steps')),
+    (Cache(budget=395, interval=45), ('config.cache.interval = 45', 'every 45 decode steps')),
   ):
     reason = never_evicts(cache, 300, 100)
     assert reason is not None
     assert all(word in reason for word in words), reason
+
+
+def test_methods_that_compare_no_keys_compress_more_rows_together():
+  rows = {}
+  for method in METHODS:
+    sparse = cache_layout(tiny('qwen3', head_dim=128), Cache(method=method, budget=512), Quant(), 300, 4096, 'bfloat16')
+    rows[method] = rows_at_once(sparse, 64, sparse.slots)
+  compare = {rows.pop('rkv'), rows.pop('gkv')}
+  assert len(compare) == len({*rows.values()}) == 1
+  assert min(rows.values()) > max(compare)

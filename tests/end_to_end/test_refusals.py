@@ -519,6 +519,15 @@ def test_settings_of_what_is_not_selected_are_remarked(inputs, changes, expected
   assert len(said) == len(expected)
 
 
+def test_no_setting_of_the_cache_is_remarked_with_a_method_of_a_user(inputs, tmp_path):
+  """Its function gets all of them."""
+  (tmp_path / 'mine.py').write_text('def newest(view, cache): return None\n')
+  changes = {'arm': None, 'cache__method': f'{tmp_path}/mine.py:newest', 'cache__rkv__mix': 0.5, 'quant__kv_scale': 'learner'}
+  run = run_with(inputs, **changes, quant__sampler='none')
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  assert not [remark for remark in remarks(run, layout, 'reference', 512) if 'has no effect' in remark]
+
+
 @pytest.mark.parametrize(('estimator', 'remarked'), [('reinforce', True), ('grpo', False)])
 def test_groups_that_are_left_out_though_they_teach_are_remarked(inputs, estimator, remarked):
   run = run_with(inputs, arm=None, rollout__equal_groups='skip', advantage__estimator=estimator)

@@ -18,8 +18,13 @@ from sprl.sampler.weights import weights_function
 
 @pytest.mark.parametrize(
   ('settings', 'quant'),
-  [(Cache(), UNQUANTISED), (Cache(budget=10, interval=4, window=4), Quant(sampler='w8a8_kv8'))],
-  ids=['dense', 'sparse fp8'],
+  [
+    (Cache(), UNQUANTISED),
+    (Cache(budget=10, interval=4, window=4), Quant(sampler='w8a8_kv8')),
+    (Cache(method='h2o', budget=10, interval=4, window=4), UNQUANTISED),  # these two store a number for each slot
+    (Cache(method='gkv', budget=10, interval=4, window=4), UNQUANTISED),
+  ],
+  ids=['dense', 'sparse fp8', 'h2o', 'gkv'],
 )
 def test_an_engine_that_was_compiled_ahead_compiles_nothing(settings, quant, caplog):
   config = replace(engine_config(settings, quant), seed=7, record_support=True)  # a program of no other test

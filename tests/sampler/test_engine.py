@@ -336,6 +336,11 @@ def test_abort_during_a_chunk_takes_effect_after_it():
   assert not differing(done)
 
 
+def test_an_fp8_cache_without_scales_is_refused():
+  with pytest.raises(ValueError, match=r'^weights\.scales = None: expected the scales of the FP8 cache'):
+    Engine(config_of('fp8'), weights_of('fp8')._replace(scales=None))
+
+
 def test_a_wait_ends_after_its_time_or_for_a_late_chunk_when_it_is_over(monkeypatch):
   """A thread that waits without end for a device that hangs is noticed by the watchdog."""
   engine = engine_of(asked=requests(group=3)[:1])

@@ -303,6 +303,7 @@ HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 128}
     (640, 2, Quant(sampler='w8a8', skip_names=('gate', 'up', 'down')), 'auto'),
     (640, 2, Quant(sampler='w8a8', format='mxfp8'), 'auto'),  # blocks of 1 x 32
     (640, 2, Quant(sampler='kv8'), 'auto'),
+    (640, 2, Quant(sampler='w8a8', arithmetic='emulate'), 'auto'),  # multiplies no codes
   ],
 )
 def test_a_mesh_that_cuts_within_blocks_rules_out_the_kernel(F, tensor, quant, expected):
