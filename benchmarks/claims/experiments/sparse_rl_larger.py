@@ -28,7 +28,7 @@ EXPERIMENT = Experiment(
   hours=5.9,
   note='The cache has 96 tokens, 45 % of a sequence of 214 tokens. The model of 1.0 M parameters keeps 81 % of the dense '
   'accuracy with this cache, this one 97 %, though its mismatch is larger (k3 0.35, against 0.21). The veto rejects three of '
-  'four sequences, so `sparse_rl` trains on a quarter of them. Without a correction the seeds end between 0.27 and 0.80, from 0.50 to 0.57 before '
-  'training.',
+  'four sequences, so `sparse_rl` trains on a quarter of them. Without a correction the seeds end between 0.27 and 0.80, from '
+  '0.50 to 0.57 before training.',
   unplanned={'Training with the correction, against no training.': Comparison('sparse_rl', BEFORE, 0.0)},
 )  # fmt: skip

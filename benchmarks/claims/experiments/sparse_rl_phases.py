@@ -43,7 +43,9 @@ NOT_COLLAPSED = {
   144: 'It ends at 0.81, and dense training at 0.83: the mismatch is 0.008 and 0.07 nats a token, for one warm start that of the '
   'papers. Their answers have up to 4,096 tokens, so that more tokens of a sequence can be near impossible. No run tests this.',
 }
-NOTHING_LOST = {144: 'Without a correction training ends 0.017 below dense training (-0.008 to 0.042), so there is little to rescue.'}
+NOTHING_LOST = {
+  144: 'Without a correction training ends 0.017 below dense training (-0.008 to 0.042), so there is little to rescue.'
+}
 TOO_SMALL = (
   'The budget is too small for this task: rollouts solve {} of the problems (a guess: 0.10; dense rollouts: 0.69 and 0.85, by '
   'warm start), and the veto rejects {} of the sequences. So there is little to learn from.'
