@@ -9,6 +9,7 @@ work directories must still be there.
 """
 
 import argparse
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,13 +35,16 @@ def main() -> None:
   parser.add_argument('--folder', type=Path, default=Path('runs/claims'), help='work directories of the runs')
   parser.add_argument('--save', action='store_true', help='write the result below benchmarks/results')
   args = parser.parse_args()
+  if (args.after is None) != (args.arm is None):
+    parser.error('expected both --after and --arm, or neither')
   if args.after is None:
     return report('warm_starts', before(), {'problems': int(TASKS[0].final['eval.problems'])}, args.save)
   arms = find(args.after).arms
   if args.arm not in arms:
     parser.error(f'--arm = {args.arm}: expected one of {", ".join(arms)}')
   rows = after(args.after, args.arm, args.folder.absolute())
-  report('greedy_after_training', rows, {'experiment': args.after, 'arm': args.arm}, args.save)
+  name = re.sub(r'\W+', '_', f'greedy_after_{args.after}_{args.arm}')
+  report(name, rows, {'experiment': args.after, 'arm': args.arm}, args.save)
 
 
 def before() -> list[dict[str, Any]]:

@@ -143,8 +143,9 @@ def main() -> int:
     try:
       setup = RolloutSetup.open(run, model.tokenizer, train=False)
     except SettingsError as error:
-      flag = 'config.task.splits has' if _SPLIT.value is None else '--split ='
-      raise SettingsError(str(error).replace('config.task.splits has', flag)) from error
+      if _SPLIT.value is None:
+        raise
+      raise SettingsError(str(error).replace('config.task.splits has', '--split =')) from error
     held_out = setup.begin_evaluation(stack.enter_context)
     check_evaluation_fits(run, model, held_out)
     facts: dict[str, Any]

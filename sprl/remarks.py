@@ -97,8 +97,6 @@ def _unread(run: Run) -> Iterator[tuple[str, str, str]]:
       yield f'optimizer.{key}', f'{name} does not read it', 'optimizer.name'
   if run.correction.weight == 'truncate':
     yield 'correction.floor', 'weights have no lower bound', 'correction.weight'
-  if run.correction.level is None:
-    yield 'correction.cap', 'every weight is 1', 'correction.level'
   if run.lora.rank is None:
     yield from ((f'lora.{name}', 'there are no adapters', 'lora.rank') for name in ('alpha', 'targets'))
   if run.eval.temperature == 0:

@@ -68,7 +68,8 @@ def fine_tune(
   nats per token, each before its step. `skipped` counts, in each epoch, the problems whose prompt is too long, or whose
   solution is too long or empty. On one machine, equal settings give equal weights.
 
-  Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if the loss is not finite.
+  Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if losses or
+  gradients are not finite.
   """
   start = time.perf_counter()
   require(run, 'task.kind', run.task.kind in KINDS, f'one of {", ".join(KINDS)}, whose problems have answers to learn')
@@ -184,9 +185,9 @@ def check_finite(losses: Sequence[float], bad_streak: int, learning_rate: float,
   `bad_streak` is the number of last updates that were skipped, because their loss or gradient was not finite.
   """
   wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
-  if wrong == 1:
+  if wrong == 1 or bad_streak == len(losses):  # no update has changed the weights
     raise SettingsError(
-      f'config.model.path = {run.model.path!r}: the loss of its weights is not finite; expected undamaged weights, and a '
+      f'config.model.path = {run.model.path!r}: loss or gradient of its weights is not finite; expected undamaged weights, and a '
       f'config.model.dtype (now {run.model.dtype!r}) with the range of their numbers'
     )
   if wrong is not None:

@@ -212,6 +212,8 @@ def test_gradients_that_are_not_finite_several_times_in_a_row_are_reported():
   check_finite([1.0, 0.9, 0.8], 2, 0.1, Run())
   with pytest.raises(SettingsError, match=r'--learning_rate = 0\.1: the gradients of the 3 updates up to step 4 are not finite'):
     check_finite([1.0, 0.9, 0.9, 0.9], 3, 0.1, Run())
+  with pytest.raises(SettingsError, match=r'^config\.model\.path = '):  # the weights are still those of the model
+    check_finite([1.0, 1.0], 2, 0.1, Run())
 
 
 # --- tokens that carry loss ------------------------------------------------------------------------------------------

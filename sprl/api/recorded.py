@@ -11,6 +11,7 @@ from sprl.api.loaded import LoadedModel
 from sprl.api.settings import Settings, merged
 from sprl.api.training import Training, as_rows, with_held_out
 from sprl.config import Run, to_dict
+from sprl.config_checks import FILES
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.checkpoint import newest_record, read_record
@@ -60,7 +61,8 @@ def open_run(
   require_single_process('sprl.open_run')
   folder = local_folder('workdir', workdir).absolute()
   saved = read_located(folder)
-  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
+  kind = saved['task']['kind']
+  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, kind=kind if kind in FILES else None)
   run = resolve(merged(saved, of_inputs))
   checkpoints = folder / 'checkpoints'
   record = newest_record(checkpoints) if step is None else read_record(checkpoints, step)

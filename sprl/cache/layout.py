@@ -193,6 +193,6 @@ def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
   if last == 0 or cache.budget >= prompt + last:
     return (
       f'config.cache.interval = {cache.interval} never evicts with config.cache.budget = {cache.budget}: the cache is compressed '
-      f'every {cache.interval} decode steps, and a completion of {completion} tokens ends before it exceeds the budget at one'
+      f'every {cache.interval} decode steps, and none of these finds more than the budget in a completion of {completion} tokens'
     )
   return None

@@ -232,9 +232,17 @@ SOURCES = Advice('sources that the model solves sometimes, by config.task.mixtur
 REPLACE = Advice("config.rollout.equal_groups = 'replace'", lambda run: run.rollout.equal_groups != 'replace')
 GROUP = Advice('a larger config.rollout.group')
 TIME_LIMIT = Advice('a larger config.task.time_limit')
-GRADER = Advice('a correction of the grader, config.task.grader', lambda run: not run.task.rewards and run.task.kind != 'mixture')
-REWARDS = Advice('a correction of the graders in config.task.rewards', lambda run: bool(run.task.rewards))
-GRADERS = Advice('a correction of the graders in config.task.mixture', lambda run: run.task.kind == 'mixture')
+GRADER = Advice(
+  'a correction of the grader, config.task.grader',
+  lambda run: not run.task.rewards and run.task.kind not in ('mixture', *EPISODES),
+)
+REWARDS = Advice(
+  'a correction of the graders in config.task.rewards', lambda run: bool(run.task.rewards) and run.task.kind not in EPISODES
+)
+GRADERS = Advice(
+  'a correction of the graders in config.task.mixture',
+  lambda run: any(not run.task.rewards or source.grader != 'auto' for source in run.task.mixture.values()),
+)
 
 CLOSER = (EVICTION_CORRECTED, CORRECTED, BUDGET, PRECISION, LEARNER_FP8, STALENESS)
 MATCHING = (*CLOSER, FLOAT32, REPLAY, LEDGER)

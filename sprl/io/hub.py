@@ -35,7 +35,7 @@ def create(name: str, private: bool, client: Any = None) -> None:
   held = [file.rfilename for file in found.siblings or () if any(fnmatchcase(file.rfilename, pattern) for pattern in REPLACED)]
   if held and TAG not in (found.tags or ()):
     raise SettingsError(
-      f'--push={name}: holds {held[0]}, and its card has no tag `{TAG}`, so sprl has not pushed it; expected a repository '
+      f'--push={name}: holds {held[0]}, and its card has no tag `{TAG}`, so it may be no export by sprl; expected a repository '
       'without a model, or an earlier export by sprl'
     )
 

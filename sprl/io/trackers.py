@@ -1,7 +1,7 @@
 """Trackers show the metrics of a run elsewhere: TensorBoard, Weights & Biases, MLflow, or an object of the user.
 
 metrics.jsonl stays the record of a run. `RunLog` passes to each tracker what it has written there. A tracker that raises is
-logged once by name and gets no more calls; the run continues.
+logged once by name and is then only closed; the run continues.
 
     tensorboard    TensorBoard events, in WORKDIR/tensorboard
     wandb          Weights & Biases. WANDB_MODE=offline writes to WORKDIR/wandb only
@@ -96,7 +96,7 @@ def open_trackers(settings: Log, workdir: Path, resume_step: int | None) -> list
 
 
 def switched_off(name: str, error: Exception) -> None:
-  """Log that a tracker failed and gets no more calls."""
+  """Log that a tracker failed. It is then only closed."""
   log.warning('tracker %s failed and is switched off (%s: %s); metrics.jsonl is complete', name, type(error).__name__, error)
 
 

@@ -43,7 +43,7 @@ from sprl.types import NOTHING, Completion, Request, Trajectory
 
 type Text = tuple[bytes, bytes]  # the tokens of a request's prompt, and its given tokens, as int32
 
-LATE = 60.0  # seconds after which a chunk may never be over
+LATE = 300.0  # seconds of a chunk after which its device may hang
 POLL = 2e-4  # seconds between two checks whether a chunk is over
 
 
@@ -188,7 +188,7 @@ class Engine:
     """Wait until the oldest chunk is over, at most `seconds`, but without end for a chunk that has taken LATE seconds.
 
     If a device hangs, this thread then stands still. The watchdog of a run over several processes notices that. It would not
-    notice a caller that goes on asking.
+    notice a caller that goes on asking. A chunk that is only slow delays other engines, results of workers and signals.
     """
     start = time.perf_counter()
     while not self.ready and ((now := time.perf_counter()) < start + seconds or now > self._chunks[0].launched + LATE):

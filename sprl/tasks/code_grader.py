@@ -290,11 +290,14 @@ def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline
   The functions that are `tested` may have the name of a builtin. Raises SyntaxError for a wrong test,
   ModuleNotFoundError if a test needs a package that is not installed, and OSError if no process can be started.
   """
-  compiled = [compile(test, 'test', 'exec') for test in tests]
+  trees = [ast.parse(test) for test in tests]
+  compiled = [compile(tree, 'test', 'exec') for tree in trees]
+  attributes = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+  used = {of.id for of in attributes if isinstance(of, ast.Name)}
   started = Process(code, deadline, helpers=helpers)
   try:
     with started as process:
-      names = {name: value for name, value in process.names().items() if name in tested or _may_use(name, value)}
+      names = {name: value for name, value in process.names().items() if name in tested or _may_use(name, value, used)}
       for test in compiled:
         exec(test, names)
       return not process.lost
@@ -306,9 +309,12 @@ def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline
     return False
 
 
-def _may_use(name: str, value: Any) -> bool:
-  """Whether tests may use a name of the code: it must not replace a builtin or a module."""
-  if name in _MODULES:
+def _may_use(name: str, value: Any, used: Collection[str]) -> bool:
+  """Whether tests may use a name of the code: it must not replace a builtin, or a module of which the tests read attributes.
+
+  `used` are the names of which they read attributes. A function of the code may be called `calendar`.
+  """
+  if name in _MODULES and name in used:
     return value is importlib.import_module(name)
   return not name.startswith('__') and not hasattr(builtins, name)
 

@@ -116,7 +116,7 @@ def encoded(value: Any, number: Callable[[Any], int]) -> Any:
   return {'object': number(value)}
 
 
-_LONG = 1 << 1024  # Python writes no integers of more than 4,300 digits in decimal
+_LONG = 1 << 1024  # larger ones pass in hexadecimal: Python writes at most 4,300 digits in decimal
 _VIEWS = (range, type({}.keys()), type({}.values()), type({}.items()))
 
 

@@ -110,8 +110,8 @@ def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
     return False
   displaced = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
   first_two = required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
-  column = required[2] in known - {*ARGUMENTS}  # a column in the place of the answer
-  return not (displaced or first_two or column or all(name in known for name in required))
+  third_is_column = required[2] in known - {*ARGUMENTS}  # not the answer, in its place
+  return not (displaced or first_two or third_is_column or all(name in known for name in required))
 
 
 def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:

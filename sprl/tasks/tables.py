@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sprl.config import SettingsError
 
 ENDINGS = ('.parquet', '.jsonl', '.json', '.arrow')
@@ -149,6 +151,10 @@ def plain(value: Any) -> Any:
 
   Numbers and arrays of numpy become those of Python, sets sorted lists, bytes base64 text, dates and other objects their text.
   """
+  if isinstance(value, np.datetime64 | np.timedelta64):
+    return str(value)
+  if isinstance(value, np.generic):
+    value = value.item()
   match value:
     case None | bool() | int() | float() | str():
       return value
@@ -162,5 +168,7 @@ def plain(value: Any) -> Any:
       return base64.b64encode(value).decode()
   if hasattr(value, 'isoformat'):
     return value.isoformat()
+  if isinstance(value, np.ndarray) and value.dtype.kind in 'mM':  # times, of which `tolist` may make integers
+    value = value.astype(str)
   listed = value.tolist() if hasattr(value, 'tolist') else value
   return str(value) if type(listed) is type(value) else plain(listed)

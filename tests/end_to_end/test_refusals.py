@@ -496,7 +496,6 @@ def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
     ),
     ({'optimizer__name': 'lion', 'optimizer__b1': 0.5, 'optimizer__weight_decay': 0.3}, set()),
     ({'correction__floor': 0.1}, {'correction.floor'}),
-    ({'correction__level': None, 'correction__veto': None, 'correction__cap': 3.0}, {'correction.cap'}),
     ({'lora__alpha': 8.0, 'lora__targets': ('q',)}, {'lora.alpha', 'lora.targets'}),
     ({'lora__alpha': 8.0, 'lora__targets': ('q',), 'lora__rank': 2}, set()),
     ({'eval__top_p': 0.9, 'log__project': 'mine', 'task__turns': 3}, {'eval.top_p', 'log.project', 'task.turns'}),

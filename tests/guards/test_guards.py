@@ -417,6 +417,8 @@ def test_advice_names_settings_that_the_task_reads():
     (Task(kind='gsm8k'), failing, ['task.grader'], ['task.rewards', 'task.mixture']),
     (Task(kind='gsm8k', rewards=('math', 'exact=0.5')), failing, ['task.rewards'], ['task.grader', 'task.mixture']),
     (mixture, failing, ['task.mixture'], ['task.grader', 'task.rewards']),
+    (replace(mixture, rewards=('math',)), failing, ['task.rewards'], ['task.grader', 'task.mixture']),
+    (Task(kind='environment', name='frozen_lake'), failing, [], ['task.grader', 'task.rewards', 'task.mixture']),
   ):
     (warning,) = after([STEP | sign] * WINDOW, replace(PLAIN, task=task)).values()
     assert [f'config.{key}' in warning for key in (*named, *other)] == [True] * len(named) + [False] * len(other)

@@ -129,6 +129,8 @@ class Stack:
     ('assert f() == [1, 2]', 'import numpy\ndef f(): return numpy.array([1, 2])'),
     ('assert json.loads(f()) == [1]', 'import json\ndef f(): return "[1]"'),
     ('assert f() == np.float64(0.5)', 'import numpy as np\ndef f(): return 0.5'),
+    ('assert calendar(2) == 4', 'def calendar(n): return 2 * n'),  # also the name of a module
+    ('assert 0 <= random() < 1', 'from random import random'),
     ('assert f(10**5000) == -10**5000', 'def f(n): return -n'),  # more digits than Python writes
     ('assert twice(f, 3) == 12', 'def f(n): return 2 * n\ndef twice(g, n): return g(g(n))'),
     ('s = Stack(); s.push(3); s.push(4); assert s.pop() == 4; assert s.items == [3]', STACK),
@@ -197,11 +199,11 @@ SHADOWS = {  # wrong code that replaces what its tests use
 
 
 def test_names_that_only_a_forged_reply_has_are_left_out():
-  assert not _may_use('__builtins__', {})
-  assert not _may_use('abs', 1)
-  assert not _may_use('math', None)
-  assert _may_use('math', math)
-  assert _may_use('gap', 1)
+  assert not _may_use('__builtins__', {}, ())
+  assert not _may_use('abs', 1, ())
+  assert not _may_use('math', None, {'math'})
+  assert _may_use('math', math, {'math'})
+  assert _may_use('gap', 1, {'math'})
 
 
 @pytest.mark.parametrize('name', SHADOWS)

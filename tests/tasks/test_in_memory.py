@@ -61,6 +61,11 @@ def test_numbers_of_numpy_reach_rewards_as_numbers():
   found = {name: problem.row[name] for name in row}
   assert found == {'hard': False, 'level': 3, 'grid': [[1.0, 0.0], [0.0, 1.0]], 'names': ['a', 'b'], 'none': None}
   assert found['hard'] is False
+  times = {'share': np.float64(0.5), 'day': np.datetime64('2020-01-01', 'ns'), 'days': np.array(['2020-01-01'], 'M8[ns]')}
+  (problem,) = in_memory.load(Task(kind='rows'), [{'prompt': 'a', **times}])
+  assert type(problem.row['share']) is float
+  assert problem.row['day'].startswith('2020-01-01T00')
+  assert problem.row['days'][0].startswith('2020-01-01T00')
 
 
 def test_a_digest_depends_on_the_content_of_arrays_and_not_on_the_address_of_objects():
