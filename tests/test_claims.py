@@ -552,14 +552,37 @@ def test_the_readme_has_the_verdicts_of_both_learning_rates(row, statements):
   assert row_of(row)[-1] == f'{usual}; {four_times} with 4 times the learning rate'
 
 
-def test_the_readme_has_what_is_known_of_stale_samples():
-  *_, here, verdict = row_of('Off-policy losses train')
+STALE = {'topr': 'TOPR', 'tis': 'TIS', 'decoupled_ppo': 'decoupled PPO', 'cispo': 'CISPO'}
+
+
+def stale(row):
+  return f'{row["mean"]:.3f} ({row["low"]:.3f} to {row["high"]:.3f})'
+
+
+def rows_of_stale_samples():
+  """Return the rows of `staleness` by loss with all seeds, those with one, and the verdicts of their claims."""
   experiment, records = find('staleness'), command.saved(find('staleness'))
-  rows = [row for claim in experiment.claims if claim.given for row in judged(claim, experiment, records)]
-  found = [row['mean'] for row in rows]
-  assert {row['verdict'] for row in rows if row['verdict']} == {verdict}  # a claim's first row has its verdict
-  assert {row['seeds'] for row in rows} == {1}
-  assert here == f'one seed of eight has run: {max(found):+.2f} to {min(found):+.2f}'
+  claims = [judged(claim, experiment, records) for claim in experiment.claims if claim.given]
+  whole, single = ([rows for rows in claims if rows[0]['seeds'] == seeds] for seeds in (8, 1))
+  assert len(whole) + len(single) == len(claims)
+  return (
+    {row['comparison'].partition('@')[0]: row for rows in whole for row in rows},
+    single,
+    [rows[0]['verdict'] for rows in whole],
+  )
+
+
+def test_the_readme_has_what_is_known_of_stale_samples():
+  whole, single, verdicts = rows_of_stale_samples()
+  fresh = mean(command.saved(find('staleness')), 'fresh@high')
+  *_, here, verdict = row_of('Off-policy losses train')
+  assert here == f'fresh {fresh}; {", ".join(f"{name} {stale(whole[loss])}" for loss, name in STALE.items())}'
+  alone = [name for loss, name in STALE.items() if whole[loss]['verdict of the comparison'] == 'holds']
+  assert verdict == f'{verdicts[0]}; {", ".join(alone)} alone holds'
+  assert row_of('PPO, which is not made')[2:] == [stale(whole['ppo']), verdicts[1]]
+  found = [row['mean'] for rows in single for row in rows]
+  assert {rows[0]['verdict'] for rows in single} == {row_of('The same at two lower')[-1]}
+  assert row_of('The same at two lower')[2] == f'one seed of eight has run: {max(found):+.2f} to {min(found):+.2f}'
 
 
 def test_the_readme_has_the_accuracies_of_the_results():
@@ -621,12 +644,12 @@ def test_the_readme_has_the_factors_and_the_accuracies_of_the_environments():
   assert row_of('Both together reach it')[2] == f'{both}; {worst} {float(mean(records, "synchronous")):.2f}'
 
 
-def test_the_guide_has_the_accuracies_of_stale_samples():
-  records, guide = command.saved(find('staleness')), (ROOT / 'docs/running_ahead.md').read_text()
-  for loss in ('ppo', 'decoupled_ppo', 'topr', 'tis', 'cispo'):
+def test_the_guide_has_the_differences_of_stale_samples():
+  whole, guide = rows_of_stale_samples()[0], (ROOT / 'docs/running_ahead.md').read_text()
+  assert f'Fresh samples end at {mean(command.saved(find("staleness")), "fresh@high")}.' in guide
+  for loss in (*STALE, 'ppo'):
     row = next(line for line in guide.splitlines() if line.startswith(f'| `{loss}` |'))
-    ends = [f'{np.mean(records[f"{loss}@{alpha}, middle"][1]["scores"]):.2f}' for alpha in (2, 8)]
-    assert row.endswith(f' | {" | ".join(ends)} |')
+    assert row.endswith(f' | {stale(whole[loss])} |')
 
 
 def test_the_limits_count_the_experiments_that_have_not_run():
