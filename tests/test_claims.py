@@ -652,6 +652,22 @@ def test_the_guide_has_the_differences_of_stale_samples():
     assert row.endswith(f' | {stale(whole[loss])} |')
 
 
+def test_the_limits_have_the_greedy_accuracies_before_and_after_training():
+  def rows(name):
+    return json.loads((ROOT / f'benchmarks/results/{name}.json').read_text())['rows']
+
+  before, after = rows('warm_starts'), rows('greedy_after_staleness_fresh_high')
+  found = {}
+  for how in ('sampled', 'greedy'):
+    first = [row[how] for row in before if row['task'] == 'totals']
+    last = [np.mean([row[how] for row in after if row['model'] == f'totals-{i}']) for i in range(2)]
+    found[how] = [f'{one:.2f} and {other:.2f}' for one, other in (first, last)]
+  limits = ' '.join((ROOT / 'docs/limits.md').read_text().split())
+  assert f'from {" to ".join(found["sampled"])}.' in limits
+  assert f'was {found["greedy"][0]} before, and {found["greedy"][1]} after.' in limits
+  assert len([row for row in before if row['greedy'] >= 0.965]) == len(before) - 1 == 11
+
+
 def test_the_limits_count_the_experiments_that_have_not_run():
   missing = [name for name in names() if not (command.SAVED / f'{name}.json').exists()]
   assert f'**{len(missing)} of the {len(names())} experiments on' in (ROOT / 'docs/limits.md').read_text()
