@@ -66,6 +66,11 @@ def checksum(source: bytes) -> str:
   return hashlib.sha256(source).hexdigest()[:16]
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+  """Return a path in which `~` is the home folder. That of an unknown user stays; Path.expanduser raises RuntimeError for it."""
+  return Path(os.path.expanduser(path))
+
+
 def split_reference(text: str) -> tuple[str, str] | None:
   """Split `file.py:NAME` into (file, NAME). Return None if the text has another form."""
   file, _, name = text.rpartition(':')
@@ -81,7 +86,7 @@ def referenced(setting: str, reference: str, known: Iterable[str] = ()) -> Any:
   found = split_reference(reference)
   if found is None:
     raise SettingsError(f'{said}: expected {", ".join([*known, ""])}`file.py:NAME`')
-  path, name = Path(os.path.expanduser(found[0])).absolute(), found[1]
+  path, name = expanded(found[0]).absolute(), found[1]
   if not path.is_file():
     raise SettingsError(f'{said}: {path}: no such file')
   try:

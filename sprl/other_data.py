@@ -1,13 +1,12 @@
 """Replaces the problems of a task by those of `--data` of `sprl.evaluate`: which settings stay, and which graders apply."""
 
-import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from sprl.config import Run, SettingsError, in_sections, to_dict
 from sprl.config_checks import names_of_problems, python_name
+from sprl.foreign import expanded
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -41,7 +40,7 @@ def with_data(
     task.kind = 'gsm8k'
   else:
     task.kind, task.path = 'dataset', data
-    if split is None and not is_given('splits') and Path(os.path.expanduser(data)).is_file():
+    if split is None and not is_given('splits') and expanded(data).is_file():
       split = 'train'  # a file is one split of this name
   if split is not None:
     task.splits = ('train', split)

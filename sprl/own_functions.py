@@ -1,11 +1,8 @@
 """Functions of users in place of sprl's: an eviction method, a loss or an advantage estimator, named `file.py:NAME`."""
 
-import os
-from pathlib import Path
-
 from sprl.cache import eviction
 from sprl.config import Run
-from sprl.foreign import checksum, split_reference
+from sprl.foreign import checksum, expanded, split_reference
 from sprl.objective import advantages, losses
 
 
@@ -19,5 +16,5 @@ def check_own_functions(run: Run) -> None:
 def checksums(run: Run) -> dict[str, str]:
   """Return a checksum of the file of each user's function, environment or agent, by its name in the settings."""
   names = (run.cache.method, run.loss.variant, run.advantage.estimator, run.task.name or '')
-  files = {name: Path(os.path.expanduser(found[0])) for name in names if (found := split_reference(name))}
+  files = {name: expanded(found[0]) for name in names if (found := split_reference(name))}
   return {name: checksum(path.read_bytes()) for name, path in files.items() if path.is_file()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from absl import flags
 
 from sprl import command_line
+from sprl.foreign import expanded
 from sprl.io.files import local_folder
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
@@ -24,7 +25,7 @@ _OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html
 def main() -> int:
   """Run the command and return its exit status."""
   given, out = _WORKDIR.value or '', _OUT.value
-  out = Path(os.path.expanduser(out)) if out else None
+  out = expanded(out) if out else None
   if os.path.exists(os.path.expanduser(given)) or not set(given) & set(',*'):
     from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 

@@ -1,6 +1,5 @@
 """`compare` compares runs: their scores as numbers, and the page of `python -m sprl.report`."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from sprl.api.training import Training
 from sprl.config import SettingsError
+from sprl.foreign import expanded
 from sprl.io.arm_scores import ArmRow, score_rows
 from sprl.io.arms import Arm, arms_of, matching, read_runs
 from sprl.io.comparison import score_text, write_comparison
@@ -36,7 +36,7 @@ class Comparison:
 
   def save(self, path: str | Path = 'comparison.html') -> Path:
     """Write the page with scores, settings that differ, and curves. Return its path."""
-    return write_comparison(self.arms, self.rows, Path(os.path.expanduser(path)))
+    return write_comparison(self.arms, self.rows, expanded(path))
 
   def __repr__(self) -> str:
     return score_text(self.rows)

@@ -1,7 +1,6 @@
 """Data, rewards and environments as a caller of `fit` gives them, turned into settings and `Inputs` of a run."""
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from sprl.api.settings import Settings, merged
 from sprl.config import SettingsError
+from sprl.foreign import expanded
 from sprl.rollout.setup import Inputs
 from sprl.tasks.environment_pool import Kind
 from sprl.tasks.in_memory import Row
@@ -52,7 +52,7 @@ def inputs_of(
       raise SettingsError(f'environment = {environment!r}: {said}') from None
     task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
   elif isinstance(data, str | Path):
-    found = 'jsonl' if (Path(os.path.expanduser(data)) / 'train.jsonl').is_file() else 'dataset'
+    found = 'jsonl' if (expanded(data) / 'train.jsonl').is_file() else 'dataset'
     task |= {'kind': kind or found, 'path': str(data)}
   elif data is not None:
     train, task['kind'] = listed('data', data), 'rows'

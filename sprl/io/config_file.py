@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
+from sprl.foreign import expanded
 from sprl.io import files
 from sprl.io.starts import last_folder
 
@@ -107,7 +108,7 @@ def located(config: Mapping[str, Any], start: str = '') -> dict[str, Any]:
       folder = value.removeprefix('random:')
       return value if folder in NAMED else f'random:{place(key, folder)}'
     name, mark, function = (value, '', '') if key == 'path' else value.rpartition('.py:')
-    file = Path(os.path.expanduser(name + mark.rstrip(':')))
+    file = expanded(name + mark.rstrip(':'))
     places = [Path(base, file) for base in (start, '') if (mark or key == 'path') and Path(base, file).exists()]
     return os.path.abspath(places[0]) + mark[-1:] + function if places else value
 

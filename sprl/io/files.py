@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sprl.config import SettingsError
+from sprl.foreign import expanded
 
 
 def local_folder(name: str, path: str | os.PathLike) -> Path:
@@ -20,7 +21,7 @@ def local_folder(name: str, path: str | os.PathLike) -> Path:
       f'{name}={text}: expected a folder of this machine or of a mounted file system, not an address ({found[1]}://). Object '
       'stores have no locks and no renames; copy finished runs there, for example with gsutil, aws s3 or rclone'
     )
-  folder = Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for an unknown user
+  folder = expanded(text)
   if folder.exists() and not folder.is_dir():
     raise SettingsError(f'{name}={text}: expected a folder, got a file')
   return folder

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sprl.foreign import expanded
 from sprl.io import gguf
 from sprl.io.random_model import NAMED, PREFIX, is_random, random_folder
 
@@ -73,7 +74,7 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
     return random_folder(name.removeprefix(PREFIX), cache_folder(cache))
   if name.startswith('wheel:'):
     return _from_wheel(name.removeprefix('wheel:'), cache_folder(cache))
-  folder = Path(os.path.expanduser(name))
+  folder = expanded(name)
   if not name or not folder.is_dir():
     if not HUB_NAME.fullmatch(name):
       raise PretrainedError(f'config.model.path = {name!r}: no such folder; expected {_accepted()}')
@@ -100,14 +101,14 @@ def transformers_path(path: str | Path, folder: Path) -> str:
 def config_folder(path: str | Path) -> Path:
   """Return a folder with the config.json of a model. From the hub only that file is fetched. Raises PretrainedError."""
   name = str(path)
-  if name.startswith('wheel:') or is_random(name) or Path(os.path.expanduser(name)).is_dir() or not HUB_NAME.fullmatch(name):
+  if name.startswith('wheel:') or is_random(name) or expanded(name).is_dir() or not HUB_NAME.fullmatch(name):
     return locate(path)
   return _from_hub(name, ['config.json'])
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
   """Return `cache`, or else the folder of the variable SPRL_CACHE, or else ~/.cache/sprl."""
-  return Path(os.path.expanduser(cache or os.environ.get('SPRL_CACHE') or '~/.cache/sprl'))
+  return expanded(cache or os.environ.get('SPRL_CACHE') or '~/.cache/sprl')
 
 
 def _accepted() -> str:

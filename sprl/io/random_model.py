@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sprl.foreign import expanded
 from sprl.io.tokenizer import write_tiny
 from sprl.models.config import ARCHITECTURES, ConfigError, Family, ModelConfig, tiny
 
@@ -80,8 +81,8 @@ def _architecture(name: str) -> Mapping[str, Any]:
   if name in NAMED:
     family, sizes = NAMED[name]
     raw = {'architectures': [ARCHITECTURES[family]], 'model_type': family, **sizes}
-  elif (Path(os.path.expanduser(name)) / 'config.json').is_file():
-    raw = dict(ModelConfig.read(Path(os.path.expanduser(name))).raw)
+  elif (expanded(name) / 'config.json').is_file():
+    raw = dict(ModelConfig.read(expanded(name)).raw)
   else:
     raise ConfigError(f'config.model.path = {PREFIX}{name}: expected one of {", ".join(NAMED)}, or a folder with a config.json')
   if raw['vocab_size'] < VOCABULARY:

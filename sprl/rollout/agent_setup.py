@@ -1,7 +1,6 @@
 """Sets up the episodes of agents from the settings of a run: the program, its rows, and the source of its episodes."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from sprl import agents
 from sprl.agents.pool import AgentPool, Key, Program, check_program
 from sprl.config import Run, SettingsError, Task
 from sprl.distributed.team import Team
+from sprl.foreign import expanded
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_episodes import agent_episode
 from sprl.rollout.broadcast import BroadcastWorkers, across
@@ -123,7 +123,7 @@ def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:
   args = {key: value for key, value in task.args.items() if key not in AGENT_OPTIONS}
   assert task.name, 'checked with the settings'
   shipped = Path(agents.__file__).parent / 'from_verifiers.py'
-  agent = f'{shipped}:agent' if task.name == 'verifiers' else str(Path(os.path.expanduser(task.name)).absolute())
+  agent = f'{shipped}:agent' if task.name == 'verifiers' else str(expanded(task.name).absolute())
   return Program(agent, args, options['python']), options
 
 
@@ -131,7 +131,7 @@ def agent_data(task: Task, split: str) -> Sequence[Mapping[str, Any]]:
   """Return the rows of a split in `task.path`; none if it is None. Raises SettingsError."""
   if task.path is None:
     return []
-  file = Path(os.path.expanduser(task.path)) / f'{split}.jsonl'
+  file = expanded(task.path) / f'{split}.jsonl'
   if not file.is_file():
     raise SettingsError(f'config.task.path = {task.path!r}: {file}: no such file')
   found = []

@@ -19,13 +19,13 @@ a message of the assistant. That message is the solution, and also the answer, i
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sprl.config import SettingsError, Task
+from sprl.foreign import expanded
 from sprl.tasks.jsonl import check_messages, is_text
 from sprl.tasks.selection import ABSENT, at, parse_split, selected
 from sprl.tasks.tables import ENDINGS, Table
@@ -53,7 +53,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _files(task: Task, split: str) -> tuple[Path, ...]:
-  path = Path(os.path.expanduser(task.path or ''))
+  path = expanded(task.path or '')
   if path.is_file():
     if path.suffix not in ENDINGS:
       raise SettingsError(f'config.task.path = {task.path!r}: expected a file that ends in one of {", ".join(ENDINGS)}')

@@ -18,7 +18,6 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 
 import ast
 import inspect
-import os
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 from sprl.config import SettingsError, Task
 from sprl.config_checks import GRADERS, python_name, reward_name, weighted
-from sprl.foreign import checksum, imported, split_reference
+from sprl.foreign import checksum, expanded, imported, split_reference
 from sprl.tasks import code_grader, judge
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
@@ -134,7 +133,7 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     return from_function((functions or {})[name], task.grader)
   if (found := split_reference(task.grader)) is None:
     raise SettingsError(f'{where}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
-  path, function = Path(os.path.expanduser(found[0])).absolute(), found[1]
+  path, function = expanded(found[0]).absolute(), found[1]
   if not path.is_file():
     raise SettingsError(f'{where}: {path}: no such file')
   try:

@@ -4,13 +4,13 @@ It is loaded from the Hugging Face hub, or from a local folder of train.jsonl an
 `answer`. The last line of an answer is `#### ` and the final number.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
+from sprl.foreign import expanded
 from sprl.tasks.selection import parse_split, selected
 from sprl.tasks.tables import Table
 
@@ -34,7 +34,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 def _table(task: Task, split: str) -> Table:
   """Return the rows of a split: those of SPLIT.jsonl, or of the hub's main/SPLIT-*.parquet."""
   name = task.path or _HUB
-  folder = Path(os.path.expanduser(name))
+  folder = expanded(name)
   if not folder.is_dir():
     folder = _download(name)
   path = folder / f'{split}.jsonl'

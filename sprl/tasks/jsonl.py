@@ -8,12 +8,11 @@ A line may have more keys. The grader sees all of them.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
+from sprl.foreign import expanded
 from sprl.tasks.selection import selected
 from sprl.tasks.tables import Table
 
@@ -37,7 +36,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _table(task: Task, name: str) -> Table:
-  path = Path(os.path.expanduser(task.path or '')) / f'{name}.jsonl'
+  path = expanded(task.path or '') / f'{name}.jsonl'
   if not path.is_file():
     expected = 'a folder with a file for each split, such as train.jsonl and test.jsonl'
     raise SettingsError(f'config.task.path = {task.path!r}: expected {expected}; {path}: no such file')

@@ -12,13 +12,11 @@ and the seed fixes the row. That form cannot report a truncation, so `truncated`
 
 import copy
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from sprl.config import SettingsError
-from sprl.foreign import split_reference
+from sprl.foreign import expanded, split_reference
 from sprl.tasks import tables
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.turns import Turns
@@ -111,7 +109,7 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
 
 @functools.cache  # shared by all environments of a process
 def _rows(prompts: str, split: str) -> Sequence[Mapping[str, Any]]:
-  path = Path(os.path.expanduser(prompts)) / f'{split}.jsonl'
+  path = expanded(prompts) / f'{split}.jsonl'
   where = f'config.task.args.prompts = {prompts!r}'
   if not path.is_file():
     raise SettingsError(f'{where}: expected a folder of train.jsonl and test.jsonl; {path}: no such file')
