@@ -45,7 +45,7 @@ number of claims. With so many, a few of the verdicts are probably chance.
 **Tasks.** The problems are running totals, except in `environments`. The prompt has 20 to 40 digits, and the answer gives the
 total after each of them, modulo 10. A token is a byte. Only the last total is graded, so a guess is right in one case of ten:
 an accuracy of 0.10 means that a policy solves nothing. Before training, the models answer well greedily and poorly if they
-sample. Where greedy answers were evaluated after training too, they were no better, so most of every gain is probably a sharper
+sample. Where greedy answers were evaluated after training too, they were no better, so much of the gains is probably a sharper
 distribution ([limits](limits.md#weak-evidence)).
 
 **Words**, beside those of the [glossary](glossary.md):

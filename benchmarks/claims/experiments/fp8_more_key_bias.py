@@ -15,11 +15,12 @@ from claims.tasks import MORE_BIASED
 
 MISMATCH = fp8_key_bias.MISMATCH
 REASON = (
-  'MIS gives no gradient to tokens whose weight is not in 0.5 to 2. Many of these are tokens that the rounding of the cache '
-  'changed. So nothing trains the policy to answer well from this cache: k3 rises from 0.044 over the first fifth of the steps '
-  'to 0.087 over the last (growth -0.012 to 0.100). Without a correction such tokens count, and k3 falls from 0.032 to 0.012 '
-  '(change -0.037 to -0.004): how much is rounded depends on the weights, so a policy can learn to avoid it. One wrong total '
-  'makes an answer wrong, so such tokens cost more here than in free text.'
+  'MIS gives no gradient to tokens whose weight is not in 0.5 to 2. Many of these are probably tokens that the rounding of the '
+  'cache changed. Then nothing trains the policy to answer well from this cache: k3 rises from 0.044 over the first fifth of the '
+  'steps to 0.087 over the last (growth -0.012 to 0.100). Without a correction such tokens count, and k3 falls from 0.032 to '
+  '0.012 (change -0.037 to -0.004): how much is rounded depends on the weights, so a policy may learn to avoid it. One wrong '
+  'total makes an answer wrong, so such tokens cost more here than in free text. No run tests this: the share of these tokens is not '
+  'kept.'
 )
 
 EXPERIMENT = replace(
@@ -49,7 +50,7 @@ EXPERIMENT = replace(
   note='`alone` and `plain` are those of `fp8_key_bias`. Eight rotations of a head have biases of 40; there, four have biases of '
   '100. The size was chosen by 200 answers of each model before training: a dense cache solves 0.50 and 0.53 of the problems, '
   '`plain` 0.27 and 0.30. With biases of 150 `plain` only guessed. The models had 900 steps of supervised training on '
-  'right solutions, those of `fp8_key_bias` 1,200.\n\n'
+  'right solutions, those of `fp8_key_bias` 1,200, and both 150 on solutions with slips.\n\n'
   'MIS separates from full precision: seven of its eight runs end below their start. The rounding alone loses 0.04, with an '
   'interval that includes the threshold. Longer answers were not tried.',
 )  # fmt: skip
