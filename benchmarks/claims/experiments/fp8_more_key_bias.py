@@ -19,8 +19,8 @@ REASON = (
   'cache changed. Then nothing trains the policy to answer well from this cache: k3 rises from 0.044 over the first fifth of the '
   'steps to 0.087 over the last (growth -0.012 to 0.100). Without a correction such tokens count, and k3 falls from 0.032 to '
   '0.012 (change -0.037 to -0.004): how much is rounded depends on the weights, so a policy may learn to avoid it. One wrong '
-  'total makes an answer wrong, so such tokens cost more here than in free text. No run tests this: the share of these tokens is not '
-  'kept.'
+  'total makes an answer wrong, so such tokens cost more here than in free text. No run tests this: the share of these tokens is '
+  'not kept.'
 )
 
 EXPERIMENT = replace(
