@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from sprl.types import Trajectory, sampled_tokens
 
 log = logging.getLogger(__name__)
 
-PACED = 8  # steps whose mean is the speed of rollouts that run ahead
+PACED = 8  # fewest steps over which the speed of rollouts that run ahead is the mean
 
 
 class Stopwatch:
@@ -61,6 +62,23 @@ class Stopwatch:
     now = time.perf_counter()
     self.seconds[name] = now - self._last
     self._last = now
+
+
+class Pace:
+  """Tokens per second of rollout.
+
+  With rollouts that run ahead (`async_ratio` > 0) it is the mean over several steps: one step may draw the groups of all the
+  window, and the next ones none.
+  """
+
+  def __init__(self, async_ratio: float):
+    self._steps: deque[tuple[int, float]] = deque(maxlen=max(PACED, 1 + ceil(async_ratio)) if async_ratio else 1)
+
+  def step(self, drawn: int, seconds: float) -> float:
+    """Return the speed at the end of a step in which the engines drew so many tokens."""
+    self._steps.append((drawn, seconds))
+    tokens, taken = map(sum, zip(*self._steps))
+    return tokens / taken
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,8 @@ class StepInProgress:
   began: float  # seconds on the timeline
   released: float  # seconds on the timeline: the learner was given the devices
   trajectories: Sequence[Trajectory]
-  probe: Any  # of the weights that sampled them
+  drawn: int  # tokens that the engines drew since the last step
+  probe: Any  # of the weights that sampled the trajectories
   metrics: Mapping[str, float]  # of the rollouts
   seconds: Mapping[str, float]  # of the rollouts: parts of the step, and shares of time
   next_prompts: Sequence[Int[np.ndarray, ' P']]  # prompts of the coming rollouts, where the cache is calibrated on them
@@ -129,11 +148,10 @@ class Session:
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
-  _drawn: deque[tuple[int, float]] = field(init=False)  # tokens and seconds of the last steps
+  _pace: Pace = field(init=False)
 
   def __post_init__(self):
-    # A step of rollouts that run ahead may take groups that are complete already: alone, it would seem very fast.
-    self._drawn = deque(maxlen=PACED if self.run.rollout.async_ratio else 1)
+    self._pace = Pace(self.run.rollout.async_ratio)
 
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
@@ -172,13 +190,13 @@ class Session:
       hook(self, step, trajectories, scales)
     if self.run.ledger.every:
       times.lap('ledger')
-    metrics, seconds = self._measured(step, groups, trajectories)
+    metrics, seconds, drawn = self._measured(step, groups, trajectories)
     next_prompts = self._look_ahead(step)
     if not self.model.shares_devices:
       self._pump = Pump(self.scheduler, self.team)
     self._step = StepInProgress(
-      times=times, began=began, released=self.timeline.now(), trajectories=trajectories, probe=probe, metrics=metrics,
-      seconds=seconds, next_prompts=next_prompts,
+      times=times, began=began, released=self.timeline.now(), trajectories=trajectories, drawn=drawn, probe=probe,
+      metrics=metrics, seconds=seconds, next_prompts=next_prompts,
     )  # fmt: skip
     return trajectories
 
@@ -225,9 +243,7 @@ class Session:
     machine = self._machine(now - current.began)
     seconds = {**current.times.seconds, **self.learner.seconds, **current.seconds, **idle, **machine}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
-    self._drawn.append((sampled_tokens(trajectories), sum(seconds[part] for part in sampling)))
-    tokens, taken = map(sum, zip(*self._drawn))
-    rate = tokens / taken
+    rate = self._pace.step(current.drawn, sum(seconds[part] for part in sampling))
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:
@@ -312,9 +328,9 @@ class Session:
 
   def _measured(
     self, step: int, groups: Sequence[Group], trajectories: Sequence[Trajectory]
-  ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return metrics of the step's rollouts, and their seconds and shares of time."""
-    engine_metrics, host_share = usage(self.engines)
+  ) -> tuple[dict[str, float], dict[str, float], int]:
+    """Return metrics of the step's rollouts, their seconds and shares of time, and the tokens drawn since the last step."""
+    engine_metrics, host_share, drawn = usage(self.engines)
     scheduler_metrics, waits = self.scheduler.metrics()
     metrics = {
       **collect.metrics(trajectories, self.layout, sum(engine.capacity for engine in self.engines)),
@@ -323,7 +339,7 @@ class Session:
       **staleness(groups, step - 1),
       **(collect.by_source(trajectories, self.stream.sources, self.stream.source) if self.stream else {}),
     }
-    return metrics, {**waits, 'engine_host_share': host_share}
+    return metrics, {**waits, 'engine_host_share': host_share}, drawn
 
   def _count(self, trajectories: Sequence[Trajectory], rollouts: Mapping[str, float]) -> dict[str, float]:
     """Add the tokens of this step to those of the run, and return both sums. `rollouts` are the metrics of its rollouts."""

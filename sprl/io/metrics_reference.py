@@ -268,8 +268,8 @@ METRICS: dict[str, str] = {
   'time/learner_idle': 'Share of the step in which the learner was idle.',
   'time/rollout_idle': 'Share of the step in which an engine was idle, averaged over engines.',
   'time/tokens_per_second': (
-    'Tokens that the model wrote, per second of rollout. With rollouts that run ahead: over the last eight steps, because a step '
-    'may take samples that were drawn during others.'
+    'Tokens that the engines drew, per second of rollout. With rollouts that run ahead: over the last eight steps, or as many as '
+    'the window has, because one step may draw the samples of several.'
   ),
   'time/mfu_update': (
     "Model FLOPs of the step's updates, over `time/update` and the peak of the learner's devices in the compute dtype. The "

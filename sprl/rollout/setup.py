@@ -404,10 +404,14 @@ def on_all_processes(team: Team, engines: Sequence[Engine]) -> list[EngineLike]:
   return [across(team, BroadcastEngine, engine) for engine in engines]
 
 
-def usage(opened: Sequence[Engine]) -> tuple[dict[str, float], float]:
-  """Return the engines' metrics since the last call, and the host's share of their time; both are means over the engines."""
+def usage(opened: Sequence[Engine]) -> tuple[dict[str, float], float, int]:
+  """Return the engines' metrics and the host's share of their time, both means over the engines, and the number of drawn tokens.
+
+  All are since the last call.
+  """
   found = [engine.usage for engine in opened]
   metrics = [used.metrics(engine.capacity) for used, engine in zip(found, opened)]
   for engine in opened:
     engine.usage = Usage()
-  return mean_of(metrics), sum(used.host_overhead for used in found) / len(found)
+  drawn = sum(used.tokens + used.first for used in found)
+  return mean_of(metrics), sum(used.host_overhead for used in found) / len(found), drawn

@@ -217,7 +217,9 @@ class Engine:
       if row is None or row is not self._rows[i]:  # the request left its row before this chunk was collected
         continue
       done, new = bool(news['done'][i]), row.record(news, i, chunk.version)
-      drawn.append(new - (new == len(row.tokens)))  # `insert` draws a row's first token, not a decode step
+      first = new == len(row.tokens)  # `insert` draws a row's first token, not a decode step
+      drawn.append(new - first)
+      self.usage.first += first
       completion = None if row.aborted else self._ended(i, row, new, done)
       if completion is None and not row.aborted:
         continue

@@ -65,6 +65,7 @@ class Usage:
   chunks: int = 0
   steps: int = 0  # decode steps; a step of all rows counts once
   tokens: int = 0  # drawn in decode steps
+  first: int = 0  # drawn from the logits of a prefill
   prefills: int = 0
   read: int = 0  # tokens of prompts and given tokens that were read
   prefix_hits: int = 0  # requests that went on from a kept cache

@@ -11,7 +11,7 @@ from garbage import Held, no_collections
 
 from sprl.config import Run
 from sprl.distributed.team import ALONE
-from sprl.session import Pump, Session
+from sprl.session import Pace, Pump, Session
 from sprl.train import train
 from sprl.types import Completion, Request, Trajectory
 
@@ -134,3 +134,15 @@ def test_tokens_of_agents_that_are_not_trained_are_counted_as_sampled():
   )
   sums = Session._count(session, [episode, trajectory(2)], {'async/dropped_tokens': 5.0})
   assert sums == {'tokens/sampled': 100 + 3 + 4 + 6 + 2 + 5, 'tokens/trained': 17}
+
+
+def test_the_speed_of_rollouts_that_run_ahead_counts_the_step_that_filled_the_window():
+  pace = Pace(async_ratio=9.0)
+  assert pace.step(1000, 10.0) == 100.0
+  for _ in range(9):  # these take groups of the first step
+    assert 99.0 < pace.step(0, 0.01) < 100.0
+
+
+def test_the_speed_of_synchronous_rollouts_is_that_of_the_step():
+  pace = Pace(async_ratio=0.0)
+  assert [pace.step(1000, 10.0), pace.step(300, 1.0)] == [100.0, 300.0]

@@ -378,7 +378,7 @@ def test_usage_counts_row_steps_and_tokens():
   engine = engine_of(asked=[dataclasses.replace(request, max_tokens=n) for request, n in zip(requests(), limits)])
   run(engine)
   usage = engine.usage
-  assert (usage.chunks, usage.steps, usage.tokens, usage.prefills) == (3, 12, 24, 1)
+  assert (usage.chunks, usage.steps, usage.tokens, usage.first, usage.prefills) == (3, 12, 24, 4, 1)
   assert usage.metrics(engine.capacity)['engine/occupancy'] == 24 / (12 * 6)
   assert 0 <= usage.host_overhead <= 1
 
