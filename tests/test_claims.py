@@ -244,11 +244,21 @@ def test_a_result_of_another_plan_is_refused(tmp_path, monkeypatch):
       command.saved(dataclasses.replace(EXPERIMENT, **other))
 
 
-def test_an_experiment_names_its_arms_and_measures():
-  wrong = (Comparison('c', 'a', 0.0), Comparison('a', 'nothing', 0.0), Comparison('a', 'b', 0.0, measure='reward'))
-  for each in (*wrong, Comparison('a', 'b', 0.0, under('small'))):  # neither is asked with other samplers
-    with pytest.raises(ValueError, match=r'compares|no measure|are compared'):
-      dataclasses.replace(EXPERIMENT, claims=(dataclasses.replace(CLAIM, comparisons=(each,)),), inference={'small': {}})
+@pytest.mark.parametrize(
+  ('wrong', 'message'),
+  [
+    (Comparison('c', 'a', 0.0), 'compares'),
+    (Comparison('a', 'nothing', 0.0), 'compares'),
+    (Comparison('a', 'b', 0.0, measure='reward'), 'no measure'),
+    (Comparison('a', 'b', 0.0, under('small')), 'are compared'),  # neither is asked with other samplers
+  ],
+)
+def test_an_experiment_names_its_arms_and_measures(wrong, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(EXPERIMENT, claims=(dataclasses.replace(CLAIM, comparisons=(wrong,)),), inference={'small': {}})
+
+
+def test_an_experiment_asks_its_own_arms_only():
   with pytest.raises(ValueError, match='asked = c'):
     dataclasses.replace(EXPERIMENT, asked=('c',))
 

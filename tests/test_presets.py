@@ -56,18 +56,37 @@ def refusal(given):
   return None
 
 
-@pytest.mark.parametrize('arm', ARMS)
-@pytest.mark.parametrize('name', [*RECIPES, *CORRECTIONS])
-def test_an_arm_keeps_the_settings_of_a_preset_or_refuses_it(name, arm):
-  given = {'preset': name, 'arm': arm, 'model': MODEL, 'cache': {'budget': 256}}
-  if reason := refusal(given):
-    assert f'config.preset = {name!r}' in reason or 'config.arm = None' in reason
-    return
-  run = resolve(given)
+# An arm that sets the correction goes with recipes that set none. `naive` and `learner_mask` only turn it off.
+WITH_ARM = {
+  'dense': (*RECIPES, *CORRECTIONS),
+  'naive': ('dapo', 'gspo', 'disabled'),
+  'learner_mask': ('dapo', 'gspo', 'disabled'),
+  'veto_only': ('dapo', 'gspo'),
+  'reweight_only': ('dapo', 'gspo'),
+  'sparse_rl': ('dapo', 'gspo'),
+  'sparse_rl_code': (),
+}
+
+
+def of_arm(arm, name):
+  return {'preset': name, 'arm': arm, 'model': MODEL, 'cache': {'budget': 256}}
+
+
+@pytest.mark.parametrize(('arm', 'name'), [(arm, name) for arm, names in WITH_ARM.items() for name in names])
+def test_an_arm_keeps_the_settings_of_a_preset(arm, name):
+  run = resolve(of_arm(arm, name))
   for key, value in settings_of(name).items():
     section, setting = key.split('.')
     assert getattr(getattr(run, section), setting) == value, key
   assert resolve(to_dict(run)) == run
+
+
+@pytest.mark.parametrize('arm', ARMS)
+def test_an_arm_refuses_a_preset_that_contradicts_it(arm):
+  for name in {*RECIPES, *CORRECTIONS}.difference(WITH_ARM[arm]):
+    reason = refusal(of_arm(arm, name))
+    assert reason is not None, name
+    assert f'config.preset = {name!r}' in reason or 'config.arm = None' in reason
 
 
 def test_an_arm_is_no_preset():

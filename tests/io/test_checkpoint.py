@@ -113,18 +113,6 @@ def test_partial_restore_reads_the_arrays_it_names(folder):
   assert_same_bits(restored.arrays, {'w': tiny(4)['w']})
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason='needs two devices')
-def test_arrays_are_restored_onto_another_sharding(folder):
-  mesh = jax.make_mesh((2,), ('fsdp',), devices=jax.devices()[:2])
-  sharding = jax.NamedSharding(mesh, jax.P('fsdp'))
-  checkpoints = saved(folder, 4)
-  abstract = abstract_of(tiny(4)) | {'w': jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)}
-  restored = checkpoints.restore(abstract)
-  assert restored is not None
-  assert restored.arrays['w'].sharding == sharding
-  assert_same_bits(restored.arrays, tiny(4))
-
-
 # --- other arrays ----------------------------------------------------------------------------------------------------
 
 

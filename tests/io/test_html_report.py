@@ -391,6 +391,7 @@ def test_a_browser_runs_the_page_without_errors_and_runs_no_other_script(tmp_pat
   ids = [attributes.get('id') for _, attributes in outline.elements]
   assert [name for name in ids if name in SECTIONS] == SECTIONS
   charts_ = {a['data-chart']: i for i, (tag, a) in enumerate(outline.elements) if 'data-chart' in a}
+  assert len(charts_) > 5
   for name, i in charts_.items():
     drawn = [tag for tag, _ in outline.elements[i + 1 : i + 3]]
     assert drawn == ['figcaption', 'b'] or name.startswith('all-'), name

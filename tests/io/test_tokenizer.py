@@ -251,6 +251,7 @@ def test_values_nested_about_as_deep_as_the_parser_accepts_are_rendered_or_refus
     with contextlib.suppress(RecursionError):
       return json.loads('[' * depth + ']' * depth)
 
+  assert tokenizer.render([{'role': 'user', 'content': nested(50)}]) == '1'
   deepest = bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: nested(depth) is None) - 1
   for depth in range(deepest - 30, deepest + 30):  # the search above called the parser deeper in the stack
     with contextlib.suppress(TokenizerError):

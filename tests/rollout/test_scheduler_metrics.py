@@ -20,7 +20,7 @@ def test_metrics_count_since_the_last_call():
   world = World(Rollout(prompts=4, group=2, equal_groups='replace'), capacity=16)
   world.scheduler.batch()
   (first, waits), counts = world.scheduler.metrics(), dict(world.scheduler.counts)
-  assert first['async/filtered'] == counts.get('filtered', 0)
+  assert first['async/filtered'] == counts['filtered'] > 0
   assert first['async/length_consumed'] == TOKENS
   assert 0 < waits['batch_wait'] <= world.clock()
   world.scheduler.sync([None])

@@ -1,7 +1,9 @@
-"""Reshard arrays of three dtypes from layouts over 4 host devices to layouts over 2, 3 or 4 devices. Prints JSON."""
+"""Reshard arrays from layouts over 4 host devices to layouts over 2, 3 or 4 devices, and restore one. Prints JSON."""
 
 import itertools
 import json
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sprl.io.checkpoint import Checkpoints
 from sprl.sharding.reshard import reshard
 
 
@@ -26,9 +29,18 @@ kinds = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
 different, wrong_place = [], []
 pairs = list(itertools.product(sources, targets))
 for i, (source, target) in enumerate(pairs):
-  tree = {str(i): jax.device_put(jnp.asarray(x % 8, kind), source) for i, kind in enumerate(kinds)} | {'scale': jnp.float32(3)}
+  kind = kinds[(i + i // len(targets)) % len(kinds)]
+  tree = {'x': jax.device_put(jnp.asarray(x % 8, kind), source), 'scale': jnp.float32(3)}
   with jax.transfer_guard_device_to_host('disallow_explicit'):
     moved = reshard(tree, jax.tree.map(lambda a, t=target: t if a.ndim else NamedSharding(t.mesh, P()), tree))
   different += [i for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(moved)) if not np.array_equal(*map(np.asarray, (a, b)))]
-  wrong_place += [i for name in '012' if not moved[name].sharding.is_equivalent_to(target, 2)]
-print(json.dumps({'pairs': len(pairs), 'different': different, 'wrong_place': wrong_place}))
+  wrong_place += [] if moved['x'].sharding.is_equivalent_to(target, 2) else [i]
+
+with tempfile.TemporaryDirectory() as folder:  # a checkpoint of one layout, restored onto another
+  checkpoints = Checkpoints(Path(folder), 1)
+  checkpoints.save(1, {'x': jax.device_put(x, sources[2])}, {})
+  checkpoints.wait()
+  restored = checkpoints.restore({'x': jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=targets[4])})
+  assert restored is not None
+  kept = {'placed': restored.arrays['x'].sharding == targets[4], 'equal': bool(np.array_equal(restored.arrays['x'], x))}
+print(json.dumps({'pairs': len(pairs), 'different': different, 'wrong_place': wrong_place, 'restored': kept}))

@@ -1,10 +1,19 @@
-"""Resharding keeps the numbers and never moves them through the host."""
+"""Resharding keeps the numbers and never moves them through the host. Checkpoints are restored onto other layouts."""
 
+import pytest
 from host_devices import on_devices
 
 
-def test_arrays_move_between_layouts_without_the_host():
-  found = on_devices('resharded.py')
+@pytest.fixture(scope='module')
+def found():
+  return on_devices('resharded.py')
+
+
+def test_arrays_move_between_layouts_without_the_host(found):
   assert found['pairs'] == 48
   assert found['different'] == []
   assert found['wrong_place'] == []
+
+
+def test_arrays_of_a_checkpoint_are_restored_onto_another_layout(found):
+  assert found['restored'] == {'placed': True, 'equal': True}

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -149,8 +150,9 @@ for fd in range(3, 64):
   except OSError: pass
 def gap(v): return 77
 """
+MARK = f'{4000 + os.getpid()}.5'  # seconds of a `sleep` that only these tests start
 YES = 'class Yes:\n  def __eq__(self, other): return True\n  __ne__ = __lt__ = __gt__ = __eq__\ndef gap(v): return Yes()'
-HACKS = {
+HACKS = {  # where only a refusal or a limit can make the score 0, the function itself is right
   'exit': 'import sys\nsys.exit(0)',
   'exit at once': 'import os\nos._exit(0)',
   'exit in the function': 'import os\ndef gap(values): os._exit(0)',
@@ -160,22 +162,22 @@ HACKS = {
   'no assertions': 'import builtins\nclass Never(BaseException): pass\nbuiltins.AssertionError = Never\ndef gap(v): return 77',
   'builtins': 'import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef gap(v): return 77',
   'a forged value': FORGERY,
-  'the closed socket': 'import os\nos.closerange(3, 64)\ndef gap(v): return 3',
+  'the closed socket': 'import os\nos.closerange(3, 64)\n' + GAP,
   'tracing': 'import sys\nsys.settrace(lambda *a: None)\ndef gap(v): return 77',
-  'a debugger': 'import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef gap(v): return 3',
-  'a signal to the grader': 'import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef gap(v): return 3',
+  'a debugger': 'import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\n' + GAP,
+  'a signal to the grader': 'import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n' + GAP,
   'an endless loop': 'while True: pass',
   'an endless loop in the function': 'def gap(v):\n  while True: pass',
   'a hang that catches everything': 'import time\nwhile True:\n  try: time.sleep(1)\n  except BaseException: pass',
-  'a huge allocation': 'x = bytearray(1 << 33)\ndef gap(v): return 3',
+  'a huge allocation': 'x = bytearray(1 << 33)\n' + GAP,
   'a leak': 'x = []\nwhile True: x.append(bytearray(1 << 24))',
   'a huge value': 'def gap(v): return "x" * (1 << 24)',
   'deep nesting': 'def gap(v):\n  x = []\n  for _ in range(100000): x = [x]\n  return x',
   'a fork bomb': 'import os\nwhile True: os.fork()',
   'a process that leaves its group': 'import os, time\nos.setpgid(0, os.getpgid(os.getppid()))\ntime.sleep(4243)',
-  'a child that outlives': "import subprocess\nsubprocess.Popen(['sleep', '4243'])\ndef gap(v): return 3",
+  'a child that outlives': f"import subprocess\nsubprocess.Popen(['sleep', '{MARK}'])\n" + GAP,
   'another program': "import os\nos.execv('/bin/true', ['true'])",
-  'the network': "import socket\nsocket.create_connection(('127.0.0.1', 9))\ndef gap(v): return 3",
+  'the network': 'import socket\nsocket.socket()\n' + GAP,
 }  # fmt: skip
 SHADOWS = {  # wrong code that replaces what its tests use
   'a builtin': ('def f(x): return 0\ndef abs(x): return 0', {'test_list': ['assert abs(f(3) - 1) < 1e-6']}),
@@ -220,7 +222,7 @@ def test_code_that_is_wrong_cannot_pass(hack):
   start = time.monotonic()
   assert grade(Sample('', HACKS[hack], '', MBPP), 1.0 if hack in SLOW else SECONDS) == 0
   assert time.monotonic() - start < 30
-  assert not processes('sleep\x004243')
+  assert not processes(f'sleep\x00{MARK}')
 
 
 RAW = """libc = ctypes.CDLL(None, use_errno=True)

@@ -30,11 +30,12 @@ from test_workers import behaviour
 
 with WorkerPool(starter('processes', behaviour), 3, limit=100.0, limit_setting='', blame='') as pool:
   print(*(slot.worker._process.pid for slot in pool._slots), flush=True)
-  for call in ('backtrack', 'child 4243'):
+  for call in ('backtrack', 'child MARK'):
     pool.submit(call)
   print('submitted', flush=True)
   threading.Event().wait(60)
 """
+MARK = f'{4000 + os.getpid()}.5'  # seconds of a `sleep` that only this process's tests start
 
 
 def behaviour():
@@ -90,16 +91,18 @@ def test_temporary_files_of_a_worker_are_deleted_when_it_is_killed():
 def test_no_worker_outlives_a_run_that_is_killed():
   """SIGKILL ends the run while one worker is idle, one hangs in C, and one has a child process."""
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-  parent = subprocess.Popen([sys.executable, '-c', PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
+  parent = subprocess.Popen(
+    [sys.executable, '-c', PROGRAM.replace('MARK', MARK)], stdout=subprocess.PIPE, text=True, env=environment
+  )
   assert parent.stdout
   pids = [int(pid) for pid in parent.stdout.readline().split()]
   assert len(pids) == 3
   assert parent.stdout.readline() == 'submitted\n'
-  until(lambda: processes('sleep\x004243'))
+  until(lambda: processes(f'sleep\x00{MARK}'))
   assert all(alive(pid) for pid in pids)
   parent.kill()
   parent.wait()
-  until(lambda: not any(alive(pid) for pid in pids) and not processes('sleep\x004243'), 'workers outlive the run')
+  until(lambda: not any(alive(pid) for pid in pids) and not processes(f'sleep\x00{MARK}'), 'workers outlive the run')
 
 
 def test_a_worker_ignores_signals_until_the_pool_ends_it():
