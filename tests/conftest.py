@@ -14,6 +14,11 @@ os.environ.setdefault('NPROC', '32')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
 
 
+def pytest_collection_modifyitems(items):
+  """Start with tests/sharding: its files take minutes each, and the last one would keep one core alone busy."""
+  items.sort(key=lambda item: 'sharding' not in item.path.parts)
+
+
 def pytest_configure():
   """Cache compiled programs in `.cache/jax`, or in the folder that `SPRL_TEST_CACHE` names.
 

@@ -99,6 +99,7 @@ def test_a_part_runs_in_an_environment_with_the_packages_of_a_bare_image(tmp_pat
   assert (result['bad'], result['not run']) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_part_runs_with_the_packages_of_a_bare_image_and_saves_its_rows(tmp_path):
   command = [*BARE, SCRIPT, '--rehearse', '--only=append', '--save', str(tmp_path)]
   done = subprocess.run(command, capture_output=True, text=True)

@@ -243,8 +243,7 @@ def test_a_signal_reaches_every_process():
   assert process.returncode == 0
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize(('number', 'times'), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)])
 def test_a_signal_to_the_group_saves_and_a_second_ends_the_processes(number, times):
   """Ctrl-C signals a group: the script, its `sleep`, and what it has started in the same group."""
   process = local('2', sys.executable, '-c', SAVES)

@@ -93,7 +93,13 @@ def plain_loop(run, grade):
   return state.params, rewards, losses
 
 
-@pytest.mark.parametrize('members', [{}, {'rollout.extra_members': 2, 'rollout.members': 'all'}], ids=['group', 'all'])
+@pytest.mark.parametrize(
+  'members',
+  [
+    pytest.param({}, id='group'),
+    pytest.param({'rollout.extra_members': 2, 'rollout.members': 'all'}, id='all', marks=pytest.mark.slow),
+  ],
+)
 def test_a_synchronous_run_equals_the_plain_loop_bit_for_bit(inputs, tmp_path, caplog, members):
   """Rewards, losses and weights are equal. The ratio to the old policy is exactly 1, because a step has one update."""
   run = dense_run(inputs, 3, **members)
