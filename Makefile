@@ -10,7 +10,7 @@ EXTRAS ?=
 MINUTES ?= 5
 ARGS ?=
 
-BIN := $(VENV)/bin
+BIN := '$(VENV)/bin'
 ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
 INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
 TESTED := --group test --extra mlflow --extra ray --extra reasoning --extra serve --extra wandb

@@ -13,7 +13,7 @@ if [ $# -lt 2 ] || ! [ "$1" -ge 1 ] 2>/dev/null; then
   sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
-processes=$1
+processes=$((10#$1))
 shift
 
 # A free port of this machine.
@@ -27,7 +27,8 @@ if [ "${JAX_PLATFORMS:-}" = cpu ] || [ "${CUDA_VISIBLE_DEVICES:-}" = -1 ]; then
 elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
 elif command -v nvidia-smi >/dev/null; then
-  mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
+  # Without a driver or a device, nvidia-smi prints a sentence.
+  mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+')
 fi
 if [ ${#gpus[@]} -gt 0 ] && [ $((${#gpus[@]} % processes)) -ne 0 ]; then
   echo "launch/local.sh: ${#gpus[@]} GPUs (${gpus[*]}) cannot be divided evenly among $processes processes" >&2

@@ -57,7 +57,8 @@ srun --kill-on-bad-exit=1 --label bash -c 'SPRL_PROCESS=$SLURM_PROCID exec "$@"'
 # A run that SIGTERM ended and a finished run both exit with status 0. Two facts tell them apart. A preempted job has a PreemptTime:
 # within the grace time of a partition Slurm does not queue a job again that has ended. Before the time limit the signal comes up
 # to 360 s early, so 390 s covers it. If a finished run is queued again, it exits at once.
-preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }
+# `grep -q` would end at the first match, and scontrol by SIGPIPE, which is a failure under pipefail.
+preempted() { scontrol show job "$SLURM_JOB_ID" | grep 'PreemptTime=[0-9]' >/dev/null; }
 late() { [ -n "${SLURM_JOB_END_TIME:-}" ] && [ $((SLURM_JOB_END_TIME - $(date +%s))) -lt 390 ]; }
 # 143: SIGTERM came while no step ran, as during an export.
 if { [ "$status" -eq 0 ] || [ "$status" -eq 143 ]; } && { late || preempted; }; then

@@ -40,6 +40,8 @@ def compaction_obstacle(k: Array | Shape) -> str | None:
   """Return why `compact` cannot move slots of this shape and dtype, or None if it can."""
   if k.shape[-1] * k.dtype.itemsize % LINE:
     return f'heads are {k.shape[-1]} wide in {k.dtype}, not a multiple of {LINE} bytes'
+  if not _slots_of_a_group(k.shape[-1], k.dtype.itemsize):
+    return f'heads are {k.shape[-1]} wide in {k.dtype}: a slot needs more than {HELD} registers of each thread'
   return None
 
 
@@ -57,8 +59,8 @@ def compact(
   """
   (B, K, S, D), N = k.shape, keep.shape[-1]
   slots = [jax.new_ref(x.reshape(B * K, S, D)) for x in (k, v)]
-  layout, registers = _spread(D, k.dtype.itemsize)
-  size = min(GROUP // (D * k.dtype.itemsize), HELD // registers)  # slots of a group
+  layout, _ = _spread(D, k.dtype.itemsize)
+  size = _slots_of_a_group(D, k.dtype.itemsize)
   aligned = ALIGNMENT // math.gcd(ALIGNMENT, D * k.dtype.itemsize)  # slots that fill whole multiples of ALIGNMENT
 
   def hopper_compact(k_ref, v_ref, rows_ref, keep_ref, *, group_s):  # the program's name in profiles
@@ -102,6 +104,11 @@ def compact(
   )(*slots, rows, keep.reshape(-1, N))
   new_k, new_v = (jax.freeze(ref).reshape(k.shape) for ref in slots)
   return new_k, new_v
+
+
+def _slots_of_a_group(D, itemsize):
+  _, registers = _spread(D, itemsize)
+  return min(GROUP // (D * itemsize), HELD // registers)
 
 
 def _spread(D, itemsize):

@@ -47,7 +47,7 @@ def mismatch(
     abs_dlogp_mean, _p99, _max   |log rho|
     ppl_ratio                    perplexity of `old` over that of `sampler`, mean over rows (eq. 41)
     probs_pearson                correlation of the two probabilities
-    adv_signed_bias              correlation of log rho with the advantage (eq. 42)
+    adv_signed_bias              mean of log rho weighted by the advantage, over mean |advantage| (eq. 42)
     corrected_fraction           surviving tokens with a weight other than 1; 1 if none survives (eq. 43)
     rollout_is_mean              mean of the bounded weight
     rollout_is_std, rollout_is_eff_sample_size        of the weight clipped to [0, cap]; icepop: as it is applied (eq. 35)

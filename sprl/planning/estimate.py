@@ -193,7 +193,8 @@ def _rollouts(
   most = math.floor((room - held.total(0) - newest) / held.row)
   asked = math.ceil(run.rows / axes.rows)
   rows = max(min(most, asked), 0)
-  step, full = (decode_work(config, run, layout, held, n, axes, device) for n in (rows, max(most, 0)))
+  own = dataclasses.replace(run, quant=quant)
+  step, full = (decode_work(config, own, layout, held, n, axes, device) for n in (rows, max(most, 0)))
   budget, kv = layout.settings.budget, kv_bytes(layout)
   return RolloutPlan(
     name, budget, quant.sampler, kv, layout.slots, held, most_rows=most, asked=asked, rows=rows, step=step, full=full

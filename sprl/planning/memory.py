@@ -219,6 +219,7 @@ class RolloutMemory:
 
   weights: int  # sampler weights, and the biases of keys that an FP8 cache keeps apart
   experts: int  # of these bytes, those of experts
+  probe: int  # of them, FP8 codes that are kept to count how many an update changes; no decode step reads them
   prefill: int  # the prompts that are prefilled together, and the estimate of their forward pass
   kept: int  # caches kept between the turns of conversations, if sampling.kept_caches says how many
   row: int  # one sequence: keys, values, records, tokens, logits; and a kept cache if each row has one
@@ -278,7 +279,8 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     prefilled = max(prefilled, together * row)  # new tokens are read behind copies of kept caches
     asked = run.sampling.kept_caches
     row, kept = (2 * row, 0) if asked is None else (row, math.ceil(asked * run.devices.engines / axes.rows) * row)
-  return RolloutMemory(weights, nbytes(experts(of_sampler.params)), prefilled + passing, kept, row=row + drawn)
+  probe = nbytes(of_sampler.probe)
+  return RolloutMemory(weights, nbytes(experts(of_sampler.params)), probe, prefilled + passing, kept, row=row + drawn)
 
 
 def caches_kept(config: ModelConfig, run: Run, axes: MeshAxes) -> int:

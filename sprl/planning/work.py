@@ -1,7 +1,8 @@
 """Operations, bytes of memory and bytes between devices of decoding and of an update, and a lower bound on their time.
 
-Each part takes the longest of its times: products at the device's matrix rate, bytes at the memory bandwidth, and bytes sent at
-the speed of the link. No program is faster than the sum of the parts; only a device can tell how much slower one is.
+A part takes the longer of two times: products at the device's matrix rate, and bytes at the memory bandwidth. Bytes to other
+devices take their own time at the speed of the link, and a program may send them while it computes. So no program is faster than
+the sum of the parts, or than all that it sends; only a device can tell how much slower one is.
 """
 
 import math
@@ -29,7 +30,7 @@ from sprl.sampler.weights import multiplies_codes
 
 @dataclass(frozen=True)
 class Part:
-  """Work between two points where everything waits; or collectives of one kind along a mesh axis."""
+  """Work between two points where the computation waits; or collectives of one kind along a mesh axis."""
 
   name: str
   flops: int = 0
@@ -54,12 +55,10 @@ class Work:
   def of(cls, parts: tuple[Part, ...], tokens: int, device: Device, axes: MeshAxes, dtype: Any) -> 'Work':
     """The sum of the parts, with products in `dtype`."""
     rate = device.bfloat16 if jnp.dtype(dtype).itemsize == 2 else device.float32
-    times = [
-      max((part.flops - part.fp8 / 2) / rate, part.bytes / device.bandwidth, part.sent / link_speed(device, axes, part.axis))
-      for part in parts
-    ]
+    computing = sum(max((part.flops - part.fp8 / 2) / rate, part.bytes / device.bandwidth) for part in parts)
+    sending = sum(part.sent / link_speed(device, axes, part.axis) for part in parts)
     flops, bytes_, sent = (sum(getattr(part, name) for part in parts) for name in ('flops', 'bytes', 'sent'))
-    return cls(tokens, flops, bytes_, sent, sum(times), parts)
+    return cls(tokens, flops, bytes_, sent, max(computing, sending), parts)
 
   @property
   def tokens_per_second(self) -> float:
@@ -88,6 +87,11 @@ def linear_weights(config: ModelConfig, axes: MeshAxes) -> int:
   share = config.experts.chosen / config.experts.count if config.experts else 1.0
   leaves = jax.tree_util.tree_flatten_with_path(transformer.layers(held))[0]
   return round(sum(size(w) * (share if len(w.shape) == 3 else 1) for path, w in leaves if path[-1].key == 'kernel'))
+
+
+def _kernel_on_codes(run: Run, format: str) -> bool:
+  """Whether a GPU kernel multiplies the FP8 codes of the linears of sampler or learner, in the `format` of run.quant."""
+  return 'w8a8' in format and run.model.kernels == 'mosaic_gpu' and multiplies_codes(run.quant, run.model.kernels)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -125,11 +129,17 @@ def decode_work(
     slots = round(attended(layout, window))
     cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, second=layout.second_codes)
     flops, moved = flops + count * cost.flops, moved + count * cost.bytes
-  hidden, mixed, layers = b * rows * E, config.experts, held.weights - table - held_head
+  hidden, mixed, layers = b * rows * E, config.experts, held.weights - held.probe - table - held_head
   routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
   unread = held.experts * (1 - mixed.chosen / mixed.count) ** (rows * axes.expert) if mixed else 0
+  linears = 2 * linear_weights(config, axes) * rows
   parts = (
-    Part('products with weights', 2 * linear_weights(config, axes) * rows, round((layers - unread) * axes.fsdp)),
+    Part(
+      'products with weights',
+      linears,
+      round((layers - unread) * axes.fsdp),
+      fp8=linears if _kernel_on_codes(run, run.quant.sampler) else 0,
+    ),
     Part('attention', flops, moved),
     Part('head and draw', 2 * head * rows, held_head + 3 * FLOAT32 * rows * config.vocab_size // t),
     ring(axes, 'all-reduce', 'tensor', 2 * L * hidden),
@@ -198,7 +208,7 @@ def update_work(
   pairs = (tokens.pairs if kernel else rows * T * T) / (o.minibatches * axes.rows * axes.sequence)  # of a minibatch, on a device
   linears = 2 * linear_weights(config, axes) * N
   # The FP8 kernel runs in forward passes, also in those of the recomputation.
-  codes = run.quant.learner == 'w8a8' and run.model.kernels == 'mosaic_gpu' and multiplies_codes(run.quant, run.model.kernels)
+  codes = _kernel_on_codes(run, run.quant.learner)
   F = sum(mlp_widths(config, t)) + (len(mixed.layers) * mixed.chosen * mixed.width // t if mixed else 0)
   width = L * (4 * E + 2 * H * D + 2 * K * D) + 3 * F  # elements that a token's products read and write, in all layers
   summed, stepped = 2 * micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)

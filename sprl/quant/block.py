@@ -158,11 +158,12 @@ def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
 
 
 def block_dot(x: Float[Array, '*B M'] | Quantised, w: BlockScaled, axes: Names = (None, None)) -> Float[Array, '*B N']:
-  """Quantise x, if it is not, and return x @ w^T in x's dtype, summed in float32 (docs/methods/fp8.md, eq. 4).
+  """Quantise x, if it is not, and return x @ w^T in x's dtype, summed in float32 on each device (docs/methods/fp8.md, eq. 4).
 
   A kernel multiplies FP8 codes where one can run. Elsewhere the codes are multiplied group by group as bfloat16, which holds e4m3
-  exactly. On a mesh each device multiplies its part of the weight; `axes` are the names of the weight's axes. An axis that the
-  mesh would cut within blocks is gathered.
+  exactly. On a mesh each device multiplies its part of the weight; `axes` are the names of the weight's axes. If the mesh splits
+  the features, each device's sum is rounded to x's dtype, the dtype of the kernel's results, before the devices add theirs. An
+  axis that the mesh would cut within blocks is gathered.
   """
   rows, group, _ = FORMATS[w.format]
   outputs, features = _split(axes[0], w.codes.shape[0], rows), _split(axes[1], w.codes.shape[1], group)

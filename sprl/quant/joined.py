@@ -98,8 +98,10 @@ def join_all(params: Params, meshes: Iterable[Mesh | AbstractMesh]) -> Params:
   FP8 blocks, or if the meshes cut them differently.
   """
 
+  meshes = tuple(meshes)
+
   def of(names, weights):
-    parts = _parts(weights, tuple(names.values()), tuple(meshes))
+    parts = _parts(weights, tuple(names.values()), meshes)
     return weights if parts is None else [join(weights, parts), *[Within()] * (len(weights) - 1)]
 
   return _in_groups(params, of)

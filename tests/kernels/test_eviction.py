@@ -112,6 +112,15 @@ def check_compared(found, arguments, threshold, none, tolerance):
     np.testing.assert_allclose(found[r, :, : n[r]], expected[:, : n[r]], atol=tolerance)
 
 
+@pytest.mark.parametrize(
+  ('D', 'dtype', 'held'), [(128, 'float32', True), (132, 'float32', False), (136, 'float32', True), (264, 'bfloat16', False)]
+)
+def test_heads_that_need_too_many_registers_are_left_to_the_reference(D, dtype, held):
+  obstacle = hopper.compaction_obstacle(jax.ShapeDtypeStruct((2, 2, 64, D), dtype))
+  assert (obstacle is None) == held
+  assert held or 'registers' in obstacle
+
+
 @pytest.mark.parametrize('D', [48, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'uint8', 'float32'])
 def test_the_copy_engine_reads_shared_memory_from_multiples_of_128_bytes(D, dtype, monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprl.config import Advantage, Correction, Dppo, Loss, SettingsError, Tis, Topr
+from sprl.objective import masked
 from sprl.objective.advantages import advantages
 from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import VARIANTS, aggregation, kl, objective, token_loss
@@ -323,6 +324,18 @@ def test_kl_is_clamped_and_its_small_values_are_exact():
     assert value.dtype == np.float32
     np.testing.assert_allclose(value, [10.0, 5e-9, 10.0], rtol=1e-2)  # e^-20 - 1 + 20 = 19, clamped
     np.testing.assert_array_equal(kl_of(np.float32([-9, -1, -2]), np.float32([-9, -1, -2])), 0)
+
+
+def test_k3_and_its_derivative_keep_their_digits_for_small_log_ratios():
+  u = np.float32(np.concatenate([s * np.geomspace(1e-7, 19.0, 400) for s in (-1, 1)]))
+  exact = u.astype(np.float64)
+  with jax.enable_x64(False):
+    value, derivative = jax.vmap(jax.value_and_grad(masked.k3))(u)
+    outside = jax.vmap(jax.grad(masked.k3))(np.float32([-21, 21, np.inf]))
+  series = exact**2 / 2 + exact**3 / 6 + exact**4 / 24 + exact**5 / 120
+  np.testing.assert_allclose(value, np.where(np.abs(exact) < 1e-3, series, np.expm1(exact) - exact), rtol=1e-5)
+  np.testing.assert_allclose(derivative, np.expm1(exact), rtol=1e-6)
+  np.testing.assert_array_equal(outside, 0)
 
 
 # --- aggregation -----------------------------------------------------------------------------------------------------

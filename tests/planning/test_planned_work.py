@@ -48,7 +48,7 @@ def test_mean_number_of_attended_slots():
 
 def test_a_decode_step_by_hand():
   dense = rollout_cache(FEW, RUN, Cache(), Quant())
-  held = RolloutMemory(weights=2 * PARAMETERS, experts=0, prefill=0, kept=0, row=0)
+  held = RolloutMemory(weights=2 * PARAMETERS, experts=0, probe=0, prefill=0, kept=0, row=0)
   linears, attention, head, *_ = decode_work(FEW, RUN, dense, held, 64, MeshAxes(), H200).parts
   assert linears.flops == 2 * L * LAYER * 64
   assert linears.bytes == 2 * L * LAYER
@@ -61,7 +61,7 @@ def test_a_decode_step_by_hand():
 
 def test_a_decode_step_gathers_layers_over_fsdp_but_neither_the_embeddings_nor_the_head():
   dense = rollout_cache(FEW, RUN, Cache(), Quant())
-  held = RolloutMemory(weights=2 * PARAMETERS // 4, experts=0, prefill=0, kept=0, row=0)
+  held = RolloutMemory(weights=2 * PARAMETERS // 4, experts=0, probe=0, prefill=0, kept=0, row=0)
   done = decode_work(FEW, RUN, dense, held, 64, MeshAxes(fsdp=4), H200)
   linears, _, head, *_ = done.parts
   assert linears.flops == 2 * L * LAYER * 64
@@ -168,17 +168,29 @@ def test_fp8_forward_passes_take_half_the_time_where_a_kernel_multiplies_codes()
     assert linears.fp8 == (linears.flops / 2 if expected else 0)
 
 
-def test_the_least_time_sums_the_bounds_of_the_parts():
+def test_the_least_time_is_that_of_the_parts_or_of_what_is_sent_meanwhile():
   parts = (Part('a', 989 * 10**12, 1), Part('b', 1, 96 * 10**11), Part('all-reduce', sent=450 * 10**9, axis='tensor'))
 
   def seconds(tensor, dtype):
     return Work.of(parts, 1, H200, MeshAxes(tensor=tensor), dtype).seconds
 
-  assert seconds(8, jnp.bfloat16) == pytest.approx(1 + 2 + 1)
-  assert seconds(16, jnp.bfloat16) == pytest.approx(1 + 2 + 9)  # beyond a node
-  assert seconds(8, jnp.float32) == pytest.approx(989 / 494 + 2 + 1)
+  assert seconds(8, jnp.bfloat16) == pytest.approx(1 + 2)  # sending takes 1 s
+  assert seconds(16, jnp.bfloat16) == pytest.approx(9)  # beyond a node
+  assert seconds(8, jnp.float32) == pytest.approx(989 / 494 + 2)
   half = Part('a', 989 * 10**12, 1, fp8=989 * 10**12 // 2)
   assert Work.of((half,), 1, H200, MeshAxes(), jnp.bfloat16).seconds == pytest.approx(0.75)
+
+
+def test_a_decode_step_multiplies_fp8_codes_at_their_rate_and_does_not_read_the_probe():
+  dense = rollout_cache(FEW, RUN, Cache(), Quant())
+  for name, sampler, expected in (('h200', 'w8a8', True), ('h200', 'kv8', False), ('a100', 'w8a8', False)):
+    quant = Quant(sampler=sampler)
+    run = dataclasses.replace(on(device(name), RUN), quant=quant)
+    held = rollout_memory(FEW, run, Cache(), quant, 16, MeshAxes())
+    linears = decode_work(FEW, run, dense, held, 64, MeshAxes(), H200).parts[0]
+    assert linears.fp8 == (linears.flops if expected else 0)
+    assert linears.bytes == pytest.approx(L * LAYER * (1 if expected else 2), rel=0.01)  # else the numbers that codes stand for
+    assert held.probe == pytest.approx(LAYER if 'w8a8' in sampler else 0, rel=0.01)
 
 
 def test_an_axis_uses_the_network_if_it_spans_more_than_a_node():

@@ -4,8 +4,8 @@ As mixture_replay, whose mixture is small and whose reference is float32. Here t
 and the reference is bfloat16, in which sampler and learner choose different experts too. `end_to_end` multiplies in FP8 in the
 learner as well, with R3. All arms have token-level TIS. The published collapse begins near step 700; these runs have 100 steps.
 
-Time: for answers of 300 tokens the planner's lower bounds for four H200s are 4.8 s for an update of 1,024 sequences (experts
-divided over the GPUs) and 3.8 s for their rollouts in bfloat16. Twice that, for 100 steps, is 29 minutes a run. Evaluations take
+Time: for answers of 300 tokens and four H200s the planner's parts add up to 4.8 s for an update of 1,024 sequences (experts
+divided over the GPUs; links and products in turn) and 3.8 s for their rollouts in bfloat16. Twice that, for 100 steps, is 29 minutes a run. Evaluations take
 a few more.
 """
 
