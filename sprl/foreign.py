@@ -61,6 +61,9 @@ def _place(error: BaseException) -> str:
   return ''.join(f' ({code.co_filename[-200:]}:{line}, in {code.co_name[-100:]})' for code, line in users[-1:])
 
 
+_CHECKSUM = '__checksum_of_sprl__'  # of a user's file, in its module
+
+
 def checksum(source: bytes) -> str:
   """Return a checksum of a user's source."""
   return hashlib.sha256(source).hexdigest()[:16]
@@ -112,12 +115,12 @@ def own_function(setting: str, reference: str, known: Iterable[str]) -> Callable
 def imported(path: Path) -> ModuleType:
   """Return the module of a user's file, which runs once per process and may import its neighbours. Raises what it raises."""
   path = path.absolute()
-  # Dataclasses and pickle look the module up by its name, which therefore has no dot: that would name a package.
-  name = f'user_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
+  name = _module_name(path)
   if name in sys.modules:
     return sys.modules[name]
   if str(path.parent) not in sys.path:
     sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
+  source = checksum(path.read_bytes())
   loader = importlib.machinery.SourceFileLoader(name, str(path))
   module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
   sys.modules[name] = module
@@ -126,4 +129,18 @@ def imported(path: Path) -> ModuleType:
   except BaseException:
     del sys.modules[name]
     raise
+  module.__dict__[_CHECKSUM] = source
   return module
+
+
+def check_unchanged(setting: str, path: Path) -> None:
+  """Raise SettingsError, which begins with the setting, if a user's file has changed since this process imported it."""
+  module = sys.modules.get(_module_name(path.absolute()))
+  if module is not None and checksum(path.read_bytes()) != module.__dict__[_CHECKSUM]:
+    said = 'has changed since this program imported it: start Python again, or give the new code another file'
+    raise SettingsError(f'{setting}: {path} {said}')
+
+
+def _module_name(path: Path) -> str:
+  # Dataclasses and pickle look the module up by its name, which therefore has no dot: that would name a package.
+  return f'user_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'

@@ -2,15 +2,22 @@
 
 from sprl.cache import eviction
 from sprl.config import Run
-from sprl.foreign import checksum, expanded, split_reference
+from sprl.foreign import check_unchanged, checksum, expanded, split_reference
 from sprl.objective import advantages, losses
 
 
 def check_own_functions(run: Run) -> None:
-  """Raise SettingsError if the file of a user's function does not exist, fails, or has no such function."""
+  """Raise SettingsError if the file of a user's function does not exist, fails or lacks it, or has changed since its import."""
   eviction.method(run.cache.method)
   losses.function_of(run.loss)
   advantages.estimator(run.advantage)
+  own = {
+    'cache.method': run.cache.method, 'loss.variant': run.loss.variant, 'advantage.estimator': run.advantage.estimator,
+    'task.name': run.task.name or '',
+  }  # fmt: skip
+  for setting, name in own.items():
+    if (found := split_reference(name)) and (path := expanded(found[0])).is_file():
+      check_unchanged(f'config.{setting} = {name!r}', path)
 
 
 def checksums(run: Run) -> dict[str, str]:

@@ -82,6 +82,10 @@ def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]
       return one
     if not callable(one):
       raise SettingsError(f'reward = {one!r:.200}: expected a function, or the name of a grader')
+    try:
+      inspect.signature(one)
+    except (TypeError, ValueError):  # a builtin type
+      raise SettingsError(f'reward = {one!r:.200}: expected a function of Python, whose arguments have names') from None
     name = getattr(one, '__name__', type(one).__name__)
     name = name if name.isidentifier() else 'reward'  # a lambda
     if functions.setdefault(name, one) is not one:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from sprl.api.inputs import Reward, inputs_of, listed
 from sprl.api.ledger import Ledger
@@ -149,11 +150,14 @@ class LoadedModel:
     try:
       metrics = learner.update(batches, logprobs)
     finally:
-      self.version += learner.state is not before
+      self.version += learner.state.params is not before.params
+    if not metrics:
+      log.warning('no update: none of the samples has a known reward, or all groups were skipped')
     if metrics.get('update/skipped'):
       log.warning('update skipped: its loss or gradient is not finite (config.loss, rewards)')
     rate = {'optimizer/learning_rate': learner.learning_rate} if metrics else {}
-    return {'reward/mean': mean_of_known(rollouts.rewards), **metrics, **packing, **rate}
+    reward = {'reward/mean': mean_of_known(rollouts.rewards)} if np.isfinite(rollouts.rewards).any() else {}
+    return {**reward, **metrics, **packing, **rate}
 
   def ledger(self, rollouts: Rollouts) -> Ledger:
     """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.

@@ -196,6 +196,8 @@ class Rollouts(Sequence[Sample]):
 
   def __repr__(self) -> str:
     rewards = f', mean reward {mean_of_known(self.rewards):.3f}' if self.graded else ', not graded'
+    if self.graded and not np.isfinite(self.rewards).any():
+      rewards = ', no reward known'
     G, N = self.rewards.shape
     return f'Rollouts: {G} prompts x {N} samples{rewards}, {describe(self.run)}, after {self.version} updates'
 

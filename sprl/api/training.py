@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def fit(
   whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, kind=whole.get('task', {}).get('kind'))
   run = resolved(merged(whole, of_inputs))
+  if run.export:
+    raise SettingsError('config.export = True: expected False; save the trained model with run.save(folder)')
   inputs = with_held_out(inputs, run)
   folder = new_folder() if workdir is None else local_folder('workdir', workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
@@ -153,8 +156,17 @@ class Training:
     return {step: read_samples(self.workdir, step) for step in sample_steps(self.workdir)}
 
   def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a metric, such as `reward/mean` or `time/rollout`."""
-    return series(self.metrics, name)
+    """Return the steps and the values of a metric, such as `reward/mean` or `time/rollout`.
+
+    Raises KeyError for a name that no step has.
+    """
+    records = self.metrics
+    steps, values = series(records, name)
+    if not len(steps) and records:
+      known = {key for each in records for key in (*each, *(f'time/{part}' for part in each.get('time', {})))}
+      near = get_close_matches(name, known, 3) or sorted(known)
+      raise KeyError(f'{name!r}: no step has this metric; expected {", ".join(near)}')
+    return steps, values
 
   def plot(self) -> Figure:
     """Return reward, length, mismatch and times of the steps as a figure."""

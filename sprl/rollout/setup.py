@@ -175,7 +175,8 @@ class RolloutSetup:
     loaded = [*(some.problems for some in held_out.values()), *(given for given, _ in ahead)]
     held = [some[i] for some in loaded for i in _first(some) if holder(i, team.processes) == team.process]
     wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
-    opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, frozenset(chain(*(p.row for p in held))), digest)
+    columns = frozenset(chain(*(p.row for p in held))) | (set() if run.task.kind == 'rows' else {'answer'})  # rows: perhaps none
+    opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, columns, digest)
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
     if run.task.kind == 'environment' and team.leads:

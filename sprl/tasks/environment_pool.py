@@ -82,7 +82,9 @@ def make_environment(task: Task, held_out: bool, kind: Kind | None = None) -> En
   assert task.name, 'checked with the settings'
   split = {'split': 'test' if held_out else 'train'} if takes_split(task, kind) else {}
   args = {**split, **task.args}
-  return registry.make(task.name, args) if kind is None else user_file.construct(kind, args, 'config.task.args')
+  if kind is None:
+    return registry.make(task.name, args)
+  return user_file.construct(kind, args, 'config.task.args', ('reset', 'step'))
 
 
 def takes_split(task: Task, kind: Kind | None = None) -> bool:

@@ -2,7 +2,8 @@
 
 The reward of a sample is not known, and its status is counted, if a grader takes too long (`timeout`), ends its process or
 reaches its memory limit (`crash`), raises (`error`), or returns anything but a finite number of float32 (`invalid`). The pool
-kills graders from outside, because an alarm inside the worker does not interrupt C code that hangs.
+kills graders from outside, because an alarm inside the worker does not interrupt C code that hangs. One of several rewards may
+return None: it does not apply to the sample, and the others decide.
 
 Each reward of a sample is a separate call of a worker. Rewards in files run in processes (or on Ray), Python callables in threads
 of this process. Async rewards run many at a time on one event loop, which is in a process or, for Python callables, in a thread.
@@ -25,7 +26,7 @@ from sprl.tasks import graders
 from sprl.tasks.async_workers import Lanes, async_starter
 from sprl.tasks.graders import GraderSpec, Reward
 from sprl.tasks.judge import COSTS, Judgement
-from sprl.tasks.rewards import Sample
+from sprl.tasks.rewards import Sample, reads_answers
 from sprl.tasks.worker_pool import Failure, WorkerPool, wait_for_any
 from sprl.tasks.workers import starter
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 REPORTED = 10  # kinds of failures that are logged
 WORKERS, ASYNC_CALLS = 2, 64  # calls of rewards at the same time, unless task.workers is set; the second: of async ones
+
+NOT_APPLICABLE = 'not applicable'  # what a reward that returned None says of a sample
 
 Status = Literal['ok', 'timeout', 'crash', 'error', 'invalid']
 Score = tuple[float, str, str, dict[str, float]]  # (score, status, reason, costs) of one reward of a sample
@@ -45,7 +48,7 @@ class Grade:
   score: float  # the weighted sum of the rewards
   status: Status  # ok, or the status of the first reward that failed
   reason: str = ''  # why the status is not ok
-  parts: Mapping[str, float] = field(default_factory=dict)  # the score of each named reward, without its weight
+  parts: Mapping[str, float] = field(default_factory=dict)  # the score of each named reward that applies, without its weight
   failed: tuple[str, ...] = ()  # the named rewards that failed; their scores are 0
   costs: Mapping[str, float] = field(default_factory=dict)  # what grading used, such as judge/tokens
   reward_known: bool = True  # whether no reward with a weight failed
@@ -156,6 +159,10 @@ class GraderPool:
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""
     found = [(self._rewards[index], *score) for index, score in scores.items()]
+    if apply := [each for each in found if each[2] != NOT_APPLICABLE]:
+      found = apply
+    else:
+      found = [(reward, 0.0, 'invalid', 'returned a NoneType, expected a finite number', {}) for reward, *_ in found]
     failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
     status, name, why = failures[0] if failures else ('ok', '', '')
     used = sorted({name for *_, costs in found for name in costs})
@@ -188,7 +195,7 @@ def grader_pool(
   memory_gb: float,
   executor: str = 'processes',
   now: Callable[[], float] = time.monotonic,
-  columns: Collection[str] = (),
+  columns: Collection[str] = ('answer',),
 ) -> GraderPool:
   """Return the pool that grades samples.
 
@@ -199,8 +206,11 @@ def grader_pool(
     memory_gb: GiB of address space that a grading process may add after its graders are loaded.
     executor: processes, or ray, where sprl does not limit memory. Python callables run in threads in any case.
     now: the clock, in seconds.
-    columns: the columns that rows have, which rewards may ask for.
+    columns: the columns that rows have, which rewards may ask for; `answer` is one unless no row has an answer.
   """
+  for reward in rewards if 'answer' not in columns else ():
+    if reads_answers(reward.grader.function):
+      log.warning('%s: no row has an `answer`; the function gets an empty text for it', reward.setting)
 
   def place(spec: GraderSpec) -> tuple[str, bool]:
     return 'threads' if spec.kind == 'function' else executor, spec.asynchronous
@@ -283,6 +293,8 @@ def _checked(returned: Any, given: Sample | Group) -> list[Score]:
 def _score_of(returned: Any) -> Score:
   if isinstance(returned, Judgement):
     return returned.score, returned.status, returned.reason, dict(returned.costs)
+  if returned is None:
+    return 0.0, NOT_APPLICABLE, '', {}
   if getattr(returned, 'ndim', None) == 0:  # a number of numpy, jax or torch
     returned = returned.item()
   if not isinstance(returned, numbers.Real):
@@ -312,7 +324,7 @@ _MALFORMED: Score = 0.0, 'crash', 'malformed answer', {}
 
 def _score(answer: Any) -> Score:
   match answer:
-    case (int() | float() as score, 'ok' | 'invalid' | 'error' as status, str() as why, dict() as costs) if (
+    case (int() | float() as score, 'ok' | 'invalid' | 'error' | 'not applicable' as status, str() as why, dict() as costs) if (
       abs(score) <= LARGEST_REWARD
     ):
       known = {name: float(used) for name, used in costs.items() if name in COSTS and isinstance(used, int | float)}

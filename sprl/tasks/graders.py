@@ -239,11 +239,11 @@ def _form(module: ast.Module, function: str) -> tuple[bool, bool]:
 # --- from a name to a function ---------------------------------------------------------------------------------------
 
 
-def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any]:
+def load(spec: GraderSpec, columns: Collection[str] = ('answer',)) -> Callable[[Any], Any]:
   """Return the function of a Sample, or of the samples of a prompt if the grader is groupwise.
 
   `columns` are the columns that rows have. Raises any error of a user's file, and TypeError if the function needs a parameter
-  that there is not.
+  that there is not, or if a grader of sprl compares with answers and no row has one.
   """
   match spec.kind:
     case 'reasoning_gym':
@@ -259,6 +259,8 @@ def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any
       function = spec.function
       assert function is not None
     case _:
+      if 'answer' not in columns:
+        raise TypeError(f'the rows have no `answer` to compare with; they have {", ".join(sorted(columns))}')
       function = {'math': math, 'gsm8k': gsm8k, 'numeric': numeric, 'exact': exact}[spec.kind]
       function('', r'\boxed{\frac{1}{2}}', '0.5')  # loads sympy and its grammars before the first sample's clock starts
   return for_groups(function, columns) if spec.groupwise else for_samples(function, columns)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from sprl.config import SettingsError, Task
 from sprl.foreign import expanded
 from sprl.tasks.selection import selected
@@ -65,6 +67,8 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
 
 
 def _text(where: str, name: str, value: Any) -> str:
+  if isinstance(value, np.generic):
+    value = value.item()
   if not is_text(value) or isinstance(value, bool):
     raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
   return str(value)

@@ -8,10 +8,10 @@ The names of a function's parameters choose its arguments. `**kwargs` gets all o
     async def ask(prompt, completion): ...                        many calls at a time (sprl/tasks/async_workers.py)
 
 A function with a parameter `completions` is groupwise: each argument is a list with one item per sample, and the function returns
-a list of numbers. This is also the form of TRL's reward functions.
+a list of numbers. This is also the form of TRL's reward functions, which may name the token ids `completion_ids`.
 
-A function of three parameters with other names, such as `f(question, text, truth)`, is called by position: prompt, completion,
-answer. The third must not be the name of a column.
+A function of three parameters with unknown names, such as `f(question, text, truth)`, is called by position: prompt, completion,
+answer. It is not if one of them has the name of an argument or of a column that belongs elsewhere.
 """
 
 import inspect
@@ -30,6 +30,7 @@ ARGUMENTS = {  # the name of an argument -> its meaning; a column with such a na
   'finish': 'how the completion ended: stop or length',
 }
 PLURAL = {'prompt': 'prompts', 'completion': 'completions'}  # names in a sample -> names in a groupwise function
+OF_TRL = {'completion_ids': 'tokens'}  # names in TRL -> names here, for groupwise functions
 _ORDER = ('prompt', 'completion', 'answer')  # of the arguments in a call by position
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -63,6 +64,12 @@ def is_groupwise(parameters: Collection[str]) -> bool:
   return PLURAL['completion'] in parameters
 
 
+def reads_answers(function: Callable[..., Any] | None) -> bool:
+  """Return whether a function cannot be called without the argument `answer`."""
+  parameter = inspect.signature(function).parameters.get('answer') if function is not None else None
+  return parameter is not None and parameter.default is Parameter.empty
+
+
 def is_async(function: Callable[..., Any]) -> bool:
   """Return whether the function, or the method `__call__` of the object, is an `async def`."""
   return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, '__call__', None))  # noqa: B004
@@ -88,30 +95,33 @@ def for_groups(function: Callable[..., Any], columns: Collection[str]) -> GroupG
   Raises TypeError if the function needs an argument that does not exist.
   """
   parameters = inspect.signature(function).parameters
-  _check(parameters, {PLURAL.get(name, name) for name in (*columns, *ARGUMENTS)})
+  _check(parameters, {PLURAL.get(name, name) for name in (*columns, *ARGUMENTS)} | OF_TRL.keys())
 
   def grade(samples: Sequence[Sample]) -> Any:
     of_samples = [sample.values for sample in samples]
     shared = [name for name in of_samples[0] if all(name in values for values in of_samples)]
-    return function(**_chosen(parameters, {PLURAL.get(name, name): [v[name] for v in of_samples] for name in shared}))
+    values = {PLURAL.get(name, name): [v[name] for v in of_samples] for name in shared}
+    return function(**_chosen(parameters, {name: values[ours] for name, ours in OF_TRL.items()} | values))
 
   return grade
 
 
 def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
   """Whether a function takes (prompt, completion, answer) under other names, so that it is called by position."""
-  if any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values()):
+  kinds = {p.kind for p in parameters.values()}
+  if Parameter.POSITIONAL_ONLY in kinds:
     return True
-  if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
+  if kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
+    raise TypeError('the function has only *args and **kwargs, which name no argument: a decorator needs functools.wraps')
+  if Parameter.VAR_POSITIONAL in kinds:
     names = [name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
     return not any(name in known and name != place for name, place in zip(names, _ORDER))
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
   if len(required) != len(_ORDER) or any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required):
     return False
-  displaced = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
+  displaced = any(name in known and name != place for name, place in zip(required, _ORDER))
   first_two = required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
-  third_is_column = required[2] in known - {*ARGUMENTS}  # not the answer, in its place
-  return not (displaced or first_two or third_is_column or all(name in known for name in required))
+  return not (displaced or first_two or all(name in known for name in required))
 
 
 def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:
@@ -125,6 +135,6 @@ def _chosen(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> d
   if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
     return dict(values)
   chosen = {name: values[name] for name in parameters if name in values}
-  if missing := [n for n, p in parameters.items() if n not in chosen and p.default is Parameter.empty]:
+  if missing := [n for n, p in parameters.items() if n not in chosen and p.default is Parameter.empty and p.kind in _BY_NAME]:
     raise LookupError(f'the row has no column {missing[0]!r}')
   return chosen

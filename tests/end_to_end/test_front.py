@@ -539,11 +539,37 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
     ({'reward': {}}, r'reward = \{\}: expected a function'),
     ({'reward': ''}, r"reward = '': expected a function"),
     ({'data': None, 'reward': None, 'environment': int}, r'environment = .*int.*: expected a class with reset and step'),
+    (
+      {'data': None, 'reward': None, 'environment': lambda: object(), 'task': {'chat': False}},
+      'makes a object without the method reset; expected reset, step',
+    ),
+    ({'reward': str}, r"reward = <class 'str'>: expected a function of Python, whose arguments have names"),
+    ({'export': True}, r'config\.export = True: expected False; save the trained model with run\.save\(folder\)'),
+    ({'reward': 'math', 'task': {'chat': False}}, r'the rows have no `answer` to compare with; they have prompt'),
   ],
 )
 def test_wrong_arguments_of_fit_are_named(folder, given, said):
   with pytest.raises(sprl.SettingsError, match=said):
     sprl.fit(folder / 'model', **{'data': TWO, 'reward': len, **given})
+
+
+def test_a_metric_that_no_step_has_is_an_error_with_near_names(by_files):
+  run = sprl.open_run(by_files[1])
+  assert len(run.series('reward/mean')[0]) == 2
+  with pytest.raises(KeyError, match=r'reward/meen.*expected reward/mean'):
+    run.series('reward/meen')
+
+
+def test_rollouts_without_a_known_reward_are_no_update(folder, caplog):
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  rollouts = model.sampler(sampling=SETTINGS['sampling']).generate(['a = ', 'b = '], samples=4)
+  failed = rollouts.grade(lambda completion: None)
+  assert 'no reward known' in repr(failed)
+  metrics = model.update(failed)
+  assert 'reward/mean' not in metrics
+  assert 'no update' in caplog.text
+  assert model.version == 0
+  assert 'update/grad_norm' in model.update(rollouts.grade(lambda completion: len(completion) % 3))  # of the same weights
 
 
 @pytest.mark.usefixtures('untyped')

@@ -101,6 +101,16 @@ def test_a_function_that_cannot_be_used_is_named(mine, names, said):
     check_own_functions(run_with(**given))
 
 
+def test_a_file_that_has_changed_since_it_was_imported_is_refused(mine):
+  run = run_with(variant=f'{mine}:plain')
+  check_own_functions(run)
+  mine.write_text(MINE.replace('LIMIT', 'LIMITS'))
+  with pytest.raises(SettingsError, match=r'config\.loss\.variant = .*mine\.py has changed since this program imported it'):
+    check_own_functions(run)
+  mine.write_text(MINE)
+  check_own_functions(run)
+
+
 def test_every_name_of_the_settings_has_a_function():
   assert set(typing.get_args(Eviction)) == set(eviction.METHODS)
   assert set(typing.get_args(LossVariant)) == set(losses.VARIANTS)

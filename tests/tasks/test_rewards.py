@@ -69,6 +69,41 @@ def test_a_column_in_the_third_place_is_not_the_answer():
     for_samples(lambda x, y, level: level, ROW)
 
 
+@pytest.mark.parametrize('function', [lambda question, level, answer: level, lambda hint, text, truth: text])
+def test_a_column_in_any_other_place_prevents_a_call_by_position(function):
+  with pytest.raises(TypeError, match=r"wants '(question|text)'"):
+    for_samples(function, ROW)
+
+
+def test_a_decorator_without_the_names_of_its_function_is_refused():
+  def decorated(*args, **kwargs):
+    return args, kwargs
+
+  with pytest.raises(TypeError, match=r'needs functools\.wraps'):
+    for_samples(decorated, ROW)
+
+
+def test_extra_positions_are_no_missing_column():
+  assert for_samples(lambda completion, answer, *extra: (completion, answer, extra), ROW)(SAMPLE) == ('seven', '7', ())
+
+
+def test_graders_that_compare_with_answers_refuse_rows_without_any():
+  for name in ('math', 'gsm8k', 'numeric', 'exact'):
+    with pytest.raises(TypeError, match='no `answer` to compare with; they have prompt, truth'):
+      graders.load(graders.resolve(Task(grader=name)), ('prompt', 'truth'))
+
+
+@pytest.mark.parametrize(
+  ('function', 'warns'), [(lambda completion, answer: 1.0, True), (lambda completion, answer='': 1.0, False)]
+)
+def test_a_function_that_needs_answers_is_named_if_no_row_has_one(caplog, function, warns):
+  rewards = graders.rewards(Task(grader='python:right'), {'right': function})
+  with grader_pool(rewards, 1, 10.0, 4.0, columns=('prompt',)) as pool:
+    assert answers(pool, SAMPLE)[0].score == 1.0
+  said = "config.task.grader = 'python:right': no row has an `answer`; the function gets an empty text for it"
+  assert (said in caplog.messages) == warns
+
+
 def test_a_parameter_with_a_default_is_optional():
   assert for_samples(lambda completion, level=1, colour='red': (level, colour), ROW)(SAMPLE) == (3, 'red')
 
@@ -101,12 +136,16 @@ def test_a_groupwise_function_gets_lists():
   found = for_groups(rank, ROW)(two_samples())
   assert found == (
     ['p', 'p'], ['a', 'bb'], ['7', '7'], [[1], [1, 2]], ['stop', 'length'], ['count', 'count'],
-    ['level', 'messages', 'row'],
+    ['completion_ids', 'level', 'messages', 'row'],
   )  # fmt: skip
 
 
+def test_token_ids_have_the_name_of_trl_too():
+  assert for_groups(lambda completions, completion_ids: completion_ids, ROW)(two_samples()) == [[1], [1, 2]]
+
+
 def test_a_groupwise_function_with_an_unknown_parameter_is_refused():
-  with pytest.raises(TypeError, match="wants 'colour'; a reward may take answer, completions, finish, hint"):
+  with pytest.raises(TypeError, match="wants 'colour'; a reward may take answer, completion_ids, completions, finish, hint"):
     for_groups(lambda completions, colour: 1, ROW)
 
 
@@ -192,6 +231,33 @@ def test_a_sample_without_a_reward_of_its_own_is_graded_at_once():
   rewards = graders.rewards(Task(grader='python:rank'), {'rank': lambda completions: [1.0] * len(completions)})
   with grader_pool(rewards, 1, 10.0, 4.0) as pool:
     assert answers(pool, SAMPLE) == [Grade(0.0, 'ok')]
+
+
+@pytest.mark.parametrize('groupwise', [False, True])
+def test_a_reward_that_returns_none_leaves_the_sample_to_the_others(groupwise):
+  def maths(completion):
+    return 1.0 if completion == 'a' else None
+
+  def code(completion):
+    return 0.5 if completion == 'bb' else None
+
+  def of_all(function):
+    return lambda completions: [function(each) for each in completions]
+
+  functions = {each.__name__: of_all(each) if groupwise else each for each in (maths, code)}
+  rewards = graders.rewards(Task(rewards=('python:maths', 'python:code=2.0')), functions)
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    found = answers(pool, Group(tuple(two_samples())))[0] if groupwise else answers(pool, *two_samples())
+  assert found == [Grade(1.0, 'ok', parts={'maths': 1.0}), Grade(1.0, 'ok', parts={'code': 0.5})]
+
+
+def test_a_sample_to_which_no_reward_applies_has_no_known_reward():
+  rewards = graders.rewards(
+    Task(rewards=('python:one', 'python:two')), {'one': lambda completion: None, 'two': lambda answer: None}
+  )
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    (found,) = answers(pool, SAMPLE)
+  assert (found.status, found.reward_known, found.failed) == ('invalid', False, ('one', 'two'))
 
 
 def test_a_python_callable_runs_in_this_process():

@@ -5,8 +5,8 @@ and the reference is bfloat16, in which sampler and learner choose different exp
 learner as well, with R3. All arms have token-level TIS. The published collapse begins near step 700; these runs have 100 steps.
 
 Time: for answers of 300 tokens and four H200s the planner's parts add up to 4.8 s for an update of 1,024 sequences (experts
-divided over the GPUs; links and products in turn) and 3.8 s for their rollouts in bfloat16. Twice that, for 100 steps, is 29 minutes a run. Evaluations take
-a few more.
+divided over the GPUs; links and products in turn) and 3.8 s for their rollouts in bfloat16. Twice that, for 100 steps, is 29
+minutes a run. Evaluations take a few more.
 """
 
 from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, growth

@@ -21,16 +21,23 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
   return kind
 
 
-def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
-  """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for any error of `kind`."""
+def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str, methods: tuple[str, ...] = ()) -> Any:
+  """Return `kind(**args)`.
+
+  Raises SettingsError for wrong arguments and for any error of `kind`, which begins with `where`, and if the result lacks one of
+  `methods`.
+  """
   signature, name = inspect.signature(kind), getattr(kind, '__name__', repr(kind))
   try:
     signature.bind(**args)
   except TypeError as error:
     raise SettingsError(f'{where} = {dict(args)!r}: {name} takes {signature}: {error}') from None
   try:
-    return kind(**args)
+    made = kind(**args)
   except KeyboardInterrupt:
     raise
   except BaseException as error:  # a user's code may raise anything, and call sys.exit
     raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({reason(error)})') from error
+  if missing := [method for method in methods if not callable(getattr(made, method, None))]:
+    raise SettingsError(f'{name} makes a {type(made).__name__} without the method {missing[0]}; expected {", ".join(methods)}')
+  return made
