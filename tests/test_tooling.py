@@ -214,22 +214,18 @@ def test_git_ignores_environments_caches_and_runs():
 
 
 def started_modules(path: Path) -> set[str]:
-  """Return each NAME that a benchmark starts as `python -m sprl.NAME`: by command('NAME', ...), or in a list of arguments."""
+  """Return each NAME that a benchmark starts as `python -m sprl.NAME`, in a list of arguments."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
-    match node:
-      case ast.Call(func=ast.Name('command'), args=[ast.Constant(str(name)), *_]):
-        found.add(name)
-      case ast.List(elts=arguments):
-        values = [argument.value if isinstance(argument, ast.Constant) else None for argument in arguments]
-        modules = [value for flag, value in pairwise(values) if flag == '-m' and isinstance(value, str)]
-        found |= {module.removeprefix('sprl.') for module in modules if module.startswith('sprl.')}
+    if isinstance(node, ast.List):
+      values = [argument.value if isinstance(argument, ast.Constant) else None for argument in node.elts]
+      modules = [value for flag, value in pairwise(values) if flag == '-m' and isinstance(value, str)]
+      found |= {module.removeprefix('sprl.') for module in modules if module.startswith('sprl.')}
   return found
 
 
 def test_every_command_that_a_benchmark_starts_exists():
   started = {path.name: started_modules(path) for path in sorted((ROOT / 'benchmarks').rglob('*.py'))}
-  assert 'main' in started['stability.py']  # by command('main', ...)
   assert 'main' in started['quickstart.py']  # by ['-m', 'sprl.main', ...]
   named = [(file, name) for file, names in started.items() for name in names]
   assert [(file, name) for file, name in named if not (ROOT / f'sprl/{name}.py').exists()] == []

@@ -7,7 +7,7 @@ import numpy as np
 from claims.experiment import ACCURACY, BEFORE, END, SECONDS, START, UNDER, Claim, Comparison, Experiment, Records
 from jaxtyping import Float
 
-from sprl.io.paired import paired_interval
+from sprl.io.paired import LEVEL, paired_interval
 
 Verdict = Literal['holds', 'does not hold', 'cannot tell']
 
@@ -20,16 +20,24 @@ class Estimate(NamedTuple):
   high: float
 
 
-def interval(differences: Float[np.ndarray, 'S P']) -> Estimate:
+def interval(differences: Float[np.ndarray, 'S P'], level: float = LEVEL) -> Estimate:
   """Return the mean of the paired differences of S seeds on P problems, and its interval over both (sprl/io/paired.py)."""
-  return Estimate(*paired_interval(differences))
+  return Estimate(*paired_interval(differences, level))
 
 
-def verdict(found: Estimate, above: float) -> Verdict:
-  """Return `holds` if the whole interval is above the threshold, `does not hold` if it is below, else `cannot tell`."""
+def over_models(of_start: Sequence[float]) -> Estimate:
+  """Return the mean of the warm starts' means, and Student's interval if the warm starts are a sample of models."""
+  return interval(np.array(of_start)[:, None])
+
+
+def verdict(found: Estimate, above: float, wider: Estimate | None = None) -> Verdict:
+  """Return `holds` if the whole interval is above the threshold, `does not hold` if it is below, else `cannot tell`.
+
+  `wider` is the interval that must be below, if it is another one.
+  """
   if found.low > above:
     return 'holds'
-  return 'does not hold' if found.high < above else 'cannot tell'
+  return 'does not hold' if (wider or found).high < above else 'cannot tell'
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
@@ -44,15 +52,21 @@ def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[
 
   It is not decided if what it takes as given (`Claim.given`) does not hold.
   """
-  rows: list[dict[str, Any]] = [{'claim': '', 'verdict': ''} | measured(each, experiment, records) for each in claim.comparisons]
+  k = len(claim.comparisons)
+  rows: list[dict[str, Any]] = [
+    {'claim': '', 'verdict': ''} | measured(each, experiment, records, k) for each in claim.comparisons
+  ]
   given = claim.given is None or measured(claim.given, experiment, records)['verdict of the comparison'] == 'holds'
   of_claim = together([row['verdict of the comparison'] for row in rows]) if given else 'cannot tell'
   rows[0] |= {'claim': claim.statement, 'verdict': of_claim}
   return rows
 
 
-def measured(each: Comparison, experiment: Experiment, records: Records) -> dict[str, Any]:
+def measured(each: Comparison, experiment: Experiment, records: Records, several: int = 1) -> dict[str, Any]:
   """Return the mean difference of a comparison with its interval, for each warm start, and its verdict.
+
+  `several` is the number of comparisons of its claim. One of them below the threshold refutes the claim, so the error is divided
+  by their number there (Bonferroni). That all are above needs no correction.
 
   A comparison is decided only if all seeds of the plan are there, and the seeds of each warm start have their mean on the same
   side of the threshold.
@@ -60,7 +74,8 @@ def measured(each: Comparison, experiment: Experiment, records: Records) -> dict
   starts, found = len(experiment.task.warm), differences(each, records)
   of_start = [[np.mean(difference) for seed, difference in found.items() if seed % starts == i] for i in range(starts)]
   parts = [float(np.mean(part)) for part in of_start if part]
-  one = interval(np.array(list(found.values()))) if found else Estimate(float('nan'), -np.inf, np.inf)
+  scores, nothing = np.array(list(found.values())), Estimate(float('nan'), -np.inf, np.inf)
+  one, wider = (interval(scores, level) if found else nothing for level in (LEVEL, 1 - (1 - LEVEL) / several))
   agree = len({part > each.above for part in parts}) == 1
   decided = len(found) == experiment.seeds and agree
   return {
@@ -71,7 +86,7 @@ def measured(each: Comparison, experiment: Experiment, records: Records) -> dict
     'high': one.high,
     'seeds': len(found),
     'by warm start': parts,
-    'verdict of the comparison': verdict(one, each.above) if decided else 'cannot tell',
+    'verdict of the comparison': verdict(one, each.above, wider) if decided else 'cannot tell',
   }
 
 

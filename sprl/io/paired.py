@@ -9,8 +9,8 @@ from scipy import stats
 LEVEL = 0.95  # of the intervals
 
 
-def paired_interval(differences: Float[np.ndarray, 'S P']) -> tuple[float, float, float]:
-  """Return (mean, low, high): the mean of the paired differences of S seeds on P problems, and its 95 % interval.
+def paired_interval(differences: Float[np.ndarray, 'S P'], level: float = LEVEL) -> tuple[float, float, float]:
+  """Return (mean, low, high): the mean of the paired differences of S seeds on P problems, and its interval, of 95 % by default.
 
   Seeds and problems are both random samples: of training runs, and of the problems of the task. The variance of the mean is
   (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares (MS) of a two-way layout. Each mean square
@@ -32,7 +32,7 @@ def paired_interval(differences: Float[np.ndarray, 'S P']) -> tuple[float, float
     if not seeds + problems and residual > rounding:
       return mean, -math.inf, math.inf
   freedom = (S - 1) * ((seeds + problems) / seeds) ** 2 if seeds else S - 1
-  half = float(stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt((seeds + problems) / (S * P)))
+  half = float(stats.t.ppf((1 + level) / 2, freedom) * np.sqrt((seeds + problems) / (S * P)))
   return mean, mean - half, mean + half
 
 

@@ -47,12 +47,19 @@ EXPERIMENT = Experiment(
     Claim('Running ahead, and redundant environments, lose at most 0.05 against synchronous training.', 'ROLL Flash', 'on par',
           (Comparison('ahead', 'synchronous', -0.05), Comparison('redundant', 'synchronous', -0.05))),
   ),
+  unplanned={'`both` keeps the accuracy of synchronous training.': Comparison('both', 'synchronous', -0.05)},
   hours=1.5,
-  note='Without evaluations, the 60 steps take on average 199 s with `synchronous` (seeds: 182 to 245), 123 s with `ahead` (106 '
-  'to 139), 83 s with `redundant` (78 to 90) and 58 s with `both` (53 to 64). This comparison was not planned. The time to the '
-  'score varies much more. Runs reach the score within 5 to 25 steps, and it is measured every five steps. The accuracy then is '
-  'that of 100 problems.\n\nOne seed of `both` ends at 0.83, after 0.96 at step 45; the others end at 0.90 or above. No claim '
-  'compares the accuracy of `both`. Delays are drawn without regard to the problems, so redundancy cannot drop the harder ones '
-  'here.\n\nThe thresholds are lower than the published gains, which are those of whole clusters. A claim that holds says that '
+  note='The environment dictates 16 digits, and the model answers each with the total so far. Its calls take a log-normal time '
+  '(median 20 ms, sigma 1), and 2 % of the episodes are ten times as slow. This assumption decides what redundancy gains.\n\n'
+  'Running ahead has a head start: the time of the first two steps, which compile, does not count, and the window is '
+  'filled in them. Environments also go on during evaluations, whose time does not count. The size of this is not known.\n\n'
+  'Without evaluations, the 60 steps take on average 199 s with `synchronous` (seeds: 182 to 245), 123 s with `ahead` '
+  '(106 to 139), 83 s with `redundant` (78 to 90) and 58 s with `both` (53 to 64). This comparison was not planned. The '
+  'time to the score varies much more. Runs reach the score within 5 to 25 steps, and it is measured every five steps. '
+  'The accuracy then is that of 100 problems.\n\n'
+  'One seed of `both` ends at 0.83, after 0.96 at step 45; the others end at 0.90 or above. That it keeps the accuracy '
+  'was no planned claim, and is not shown (below). Delays are drawn without regard to the problems, so redundancy cannot '
+  'drop the harder ones here.\n\n'
+  'The thresholds are lower than the published gains, which are those of whole clusters. A claim that holds says that '
   'there is a gain of some size, not that it is the published one.',
 )  # fmt: skip
