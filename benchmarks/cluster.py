@@ -56,6 +56,7 @@ SPEEDS: dict[str, Callable[[int], float]] = {'batch': lambda running: FIXED + ru
 # --- single answers --------------------------------------------------------------------------------------------------
 
 PROMPTS, GROUP = 64, 8  # ROLL: RLVR with Qwen2.5-7B
+REPLICATED = {(32, 16): 1.30, (64, 16): 1.84}  # notes: prompts and samples of the experiments on replication, and their gains
 SAMPLES = PROMPTS * GROUP
 SPARE_PROMPTS = 16  # notes: the experiment with redundant prompts
 MEDIAN = 1600  # tokens of a response (assumed); a running sequence then has about as many tokens as in gpu_static.json
@@ -80,7 +81,7 @@ TURN_TOKENS, TURN_SIGMA = 256, 0.5  # of an answer: log-normal with this median,
 SLOW, SLOWER = 0.01, 10.0  # slow environments: 1 % of the episodes take ten times as long (assumed)
 AGENT_GPUS = 8  # (assumed)
 AGENT_TRAINERS = (5, 6, 7)  # GPUs that train; the best counts (assumed)
-AGENT_COUNTED = 2  # updates of a run that count if rollouts run ahead; a synchronous run is one update
+AGENT_COUNTED, AGENT_WARM = 2, 2  # updates of a run that count, and those before them if rollouts run ahead
 
 
 # --- the scheduler over GPUs -----------------------------------------------------------------------------------------
@@ -139,10 +140,10 @@ class Cluster:
 
 
 @cache
-def lengths(draw: int) -> Int[np.ndarray, 'G M']:
+def lengths(draw: int, prompts: int = PROMPTS, group: int = GROUP) -> Int[np.ndarray, 'G M']:
   """Draw the tokens of all responses of a run, [group, member]: of the updates that count, and max(ALPHAS) + 1 on either side."""
-  groups = (COUNTED + 2 * (max(ALPHAS) + 1)) * PROMPTS
-  return np.ceil(np.random.default_rng(draw).lognormal(np.log(MEDIAN), SIGMA, (groups, GROUP))).astype(int)
+  groups = (COUNTED + 2 * (max(ALPHAS) + 1)) * prompts
+  return np.ceil(np.random.default_rng(draw).lognormal(np.log(MEDIAN), SIGMA, (groups, group))).astype(int)
 
 
 def counted(draw: int) -> Int[np.ndarray, 'U N']:
@@ -152,22 +153,24 @@ def counted(draw: int) -> Int[np.ndarray, 'U N']:
 
 @cache
 def answers(
-  draw: int, speed: str, gpus: int, trainers: float = 0, alpha: int = 0, training: float = TRAINING, **settings: Any
-) -> Outcome:
+  draw: int, speed: str, gpus: int, trainers: float = 0, alpha: int = 0, training: float = TRAINING, *, prompts: int = PROMPTS,
+  group: int = GROUP, **settings: Any,
+) -> Outcome:  # fmt: skip
   """Run updates with single answers.
 
-  `trainers` of the GPUs train while the others generate; with 0 all generate, then all train. `training` are GPU-seconds of a
-  sample. If rollouts run ahead, alpha + 1 updates fill the queue first. The same updates count in all runs.
+  An update has `group` samples of each of `prompts` prompts. `trainers` of the GPUs train while the others generate; with 0 all
+  generate, then all train. `training` are GPU-seconds of a sample. If rollouts run ahead, alpha + 1 updates fill the queue first.
+  The same updates count in all runs.
   """
   warm = alpha + 1 if alpha else 0
-  tokens = lengths(draw)[(max(ALPHAS) + 1 - warm) * PROMPTS :]
+  tokens = lengths(draw, prompts, group)[(max(ALPHAS) + 1 - warm) * prompts :]
 
   def episode(number: int, member: int) -> Episode:
     completion = yield Generate(NOTHING, NOTHING, int(tokens[number % len(tokens), member]))
     return Trajectory.of(completion, reward=float(len(completion.tokens)))
 
-  rollout = Rollout(prompts=PROMPTS, group=GROUP, async_ratio=float(alpha), **settings)
-  return Cluster(rollout, gpus - trainers, speed, episode).run(COUNTED, warm, SAMPLES * training / (trainers or gpus))
+  rollout = Rollout(prompts=prompts, group=group, async_ratio=float(alpha), **settings)
+  return Cluster(rollout, gpus - trainers, speed, episode).run(COUNTED, warm, prompts * group * training / (trainers or gpus))
 
 
 def costs(draw: int, gpus: int, alpha: int, training: float = TRAINING) -> Costs:
@@ -201,6 +204,10 @@ class Conversations:
     """Mean seconds of the environment steps of an episode."""
     return float(self.latency.sum(axis=2).mean())
 
+  def after(self, groups: int) -> 'Conversations':
+    """Return the episodes without those of the first groups."""
+    return Conversations(self.tokens[groups:], self.latency[groups:])
+
   def turn(self, turn: int) -> 'Conversations':
     """Return episodes of one turn of each conversation."""
     return Conversations(self.tokens[..., turn : turn + 1], self.latency[..., turn : turn + 1])
@@ -217,12 +224,14 @@ class Conversations:
   def run(self, trainers: int = 0, training: float = 0.0, **settings: Any) -> Outcome:
     """Run updates in which each conversation goes on by itself, with `training` GPU-seconds per update.
 
-    If `trainers` GPUs train, rollouts run one update ahead. With 0 all GPUs generate, then all train.
+    If `trainers` GPUs train, rollouts run one update ahead. With 0 all GPUs generate, then all train. Such a run begins with the
+    episodes that count in the other one. Where episodes are dropped, later ones take their places, so these are not the same.
     """
-    alpha = 1.0 if trainers else 0.0
-    rollout = Rollout(prompts=ENVIRONMENTS, group=MEMBERS, async_ratio=alpha, **settings)
-    cluster = Cluster(rollout, AGENT_GPUS - trainers, 'batch', self.episode)
-    return cluster.run(*((AGENT_COUNTED, 2) if trainers else (1, 0)), training / (trainers or AGENT_GPUS))
+    warm = AGENT_WARM if trainers else 0
+    rollout = Rollout(prompts=ENVIRONMENTS, group=MEMBERS, async_ratio=1.0 if trainers else 0.0, **settings)
+    own = self if trainers else self.after(AGENT_WARM * ENVIRONMENTS)
+    cluster = Cluster(rollout, AGENT_GPUS - trainers, 'batch', own.episode)
+    return cluster.run(AGENT_COUNTED, warm, training / (trainers or AGENT_GPUS))
 
   def barrier_a_turn(self) -> float:
     """Return the seconds of an update's rollouts if every turn is a separate batch."""

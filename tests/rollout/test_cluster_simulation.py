@@ -51,13 +51,30 @@ def test_spare_prompts_drop_the_longest_group():
   assert selection([outcome], [35.0]) == pytest.approx({'dropped': 1 / 3, 'bias': 25 / 35 - 1})
 
 
-def test_a_gain_is_paired_by_draw():
-  """Gains of 2, 3 and 4: mean 3, standard deviation 1, and Student's t with 2 degrees of freedom is 4.303 at 97.5 %."""
+def test_a_gain_is_the_ratio_of_mean_times_with_an_interval_paired_by_draw():
+  """28 over 31 / 3. Its residuals (slow - gain x fast) / mean fast are -0.6868, 0.5619 and 0.1249: standard deviation 0.6336.
+
+  Student's t with 2 degrees of freedom is 4.303 at 97.5 %.
+  """
   runs = [Outcome(seconds, 0.0, 1.0) for seconds in (10.0, 20.0, 1.0)]
   row = line('rlvr', 'arm', runs, 'base', [20.0, 60.0, 4.0], gpus=8, published=6.0)
-  half = 4.3027 / np.sqrt(3)
-  assert (row['gain'], row['low'], row['high']) == pytest.approx((3.0, 3 - half, 3 + half), rel=1e-4)
+  gain, half = 84 / 31, 4.3027 * 0.6336 / np.sqrt(3)
+  assert (row['gain'], row['low'], row['high']) == pytest.approx((gain, gain - half, gain + half), rel=1e-3)
   assert row['seconds'] == pytest.approx(31 / 3)
+
+
+def test_a_gain_that_an_assumed_input_decides_has_no_verdict():
+  row = line('rlvr', 'arm', [1.0, 1.0, 1.0], 'base', [2.0, 3.0, 4.0], gpus=8, published=0.5, assumed=True)
+  assert (row['verdict'], row['published']) == (None, 0.5)
+
+
+def test_a_synchronous_run_has_the_conversations_that_count_where_rollouts_run_ahead():
+  """Every call takes a second, and every conversation of the warm updates a minute."""
+  shape = (4 * cluster.AGENT_COUNTED * cluster.ENVIRONMENTS, cluster.MEMBERS + 1, 2)
+  slow = np.arange(shape[0]) < cluster.AGENT_WARM * cluster.ENVIRONMENTS
+  drawn = cluster.Conversations(np.ones(shape, int), np.where(slow[:, None, None], 60.0, 1.0) * np.ones(shape))
+  assert drawn.run().seconds == pytest.approx(2.0, abs=0.1)
+  assert drawn.barrier_a_turn() == pytest.approx(2.0, abs=0.1)
 
 
 @pytest.mark.parametrize(
