@@ -46,8 +46,11 @@ def _with_source(message: str, run: Run) -> str:
 
 
 def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:
-  """Return the error message for a key that the section `where` does not have."""
-  return f'{where}.{key}: no such setting; {where} has {", ".join(sorted(has))}'
+  """Return the error message for a key that the section `where` does not have. It names other sections that have the key."""
+  sections = {name: hint for name, hint in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(hint)}
+  elsewhere = [f'config.{name}.{key}' for name, hint in sections.items() if key in typing.get_type_hints(hint)]
+  found = f'; there is {", ".join(elsewhere)}' if elsewhere else ''
+  return f'{where}.{key}: no such setting; {where} has {", ".join(sorted(has))}{found}'
 
 
 def _build(cls: type, given: Mapping[str, Any], where: str) -> Any:

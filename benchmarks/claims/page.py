@@ -92,18 +92,17 @@ simulated, the table has all of them, with a verdict each. The published gain of
 "up to", so it is compared at the number of GPUs with the largest gain on the other draws. Most of the published gains are
 [second-hand](methods/async.md#published-numbers). The arms:
 
-* `rlvr` (single answers, which a program grades): 64 prompts with 8 samples each. `groups` keeps the slots of a prompt until its
-  longest sample ends. `continuous` schedules each sample alone: this is prompt replication. Its published gains are those of 32
-  prompts with 16 samples and of 64 with 16, which were simulated too. `alpha = 2, best` runs up to two updates ahead, with the best split of the
-  GPUs. No arm waits for whole batches, which is the baseline of the published 2.16 of queue scheduling. `spare`, which starts 16
-  more prompts than it needs, has no verdict: the published run starts 16 more than 8.
+* `rlvr` (single answers, which a program grades): 64 prompts with 8 samples each. `groups` keeps the slots of a prompt until
+  its longest sample ends. `continuous` schedules each sample alone: this is prompt replication. Its published gains are those of
+  32 prompts with 16 samples and of 64 with 16, which were simulated too. `alpha = 2, best` runs up to two updates ahead, with the
+  best split of the GPUs. No arm waits for whole batches, which is the baseline of the published 2.16 of queue scheduling.
+  `spare`, which starts 16 more prompts than it needs, has no verdict: the published run starts 16 more than 8.
 * `environments` (rollouts only) and `agentic` (with training): 32 groups of 8 conversations, `32 x 8`. `barrier a turn` waits
-  for all conversations after each turn. `environment-level` does not wait. `alpha = 1` also runs ahead of the training. `36 x
-  9` and `redundant` start more conversations than they need, and use the first 32 x 8 that finish. With `1% slow`, one episode
-  in a hundred is ten times as slow. Training takes 30 % of the time of a synchronous update, which sets a part of the gain of
-  `alpha = 1`; [Benchmarks](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has the gains with half as much.
-  The published gains with training are those of ALFWorld; those of SWE are lower:
-  1.23, 1.68 and 1.81 for the three arms.
+  for all conversations after each turn. `environment-level` does not wait. `alpha = 1` also runs ahead of the training. `36 x 9`
+  and `redundant` start more conversations than they need, and use the first 32 x 8 that finish. With `1% slow`, one episode in a
+  hundred is ten times as slow. Training takes 30 % of the time of a synchronous update, which sets a part of the gain of `alpha =
+  1`; [Benchmarks](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has the gains with half as much. The
+  published gains with training are those of ALFWorld; those of SWE are lower: 1.23, 1.68 and 1.81 for the three arms.
 
 Likely reasons for the claims that do not hold:
 

@@ -11,10 +11,12 @@ from sprl.foreign import expanded
 
 
 def local_folder(name: str, path: str | os.PathLike) -> Path:
-  """Return `path` as a Path, `~` as the home folder. Raises SettingsError, which begins with `name`, if it is an address `scheme://`.
+  """Return `path` as a Path, `~` as the home folder. Raises SettingsError, which begins with `name`, for an address `scheme://`.
 
   A run locks its work directory, appends to files and renames folders. Object stores have none of these operations.
   """
+  if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    raise SettingsError(f'{name}={path!r}: expected a folder')
   text = os.fspath(path)
   if found := re.match(r'([A-Za-z][A-Za-z0-9+.-]*):/', text):
     raise SettingsError(

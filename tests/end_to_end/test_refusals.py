@@ -88,6 +88,8 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     ),
     ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, equal_groups'),
     ('--config.steps=many', "config.steps = 'many': expected a whole number"),
+    ('--config.learning_rate=1e-5', 'config.learning_rate: no such setting; config has advantage, '),
+    ('--config.rollout.learning_rate=1e-5', '; there is config.optimizer.learning_rate'),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'ppo', 'gspo'"),
     ('--config.cache.budget=many', "config.cache.budget = 'many': expected int"),
     ('--config.task.args.terms=2', 'config.task.args.terms: not set in the config; set all of --config.task.args='),
