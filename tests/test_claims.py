@@ -28,7 +28,7 @@ from claims.experiment import (
   under,
 )
 from claims.tasks import DICTATION, TOTALS
-from claims.verdict import interval, judged, together, values, verdict
+from claims.verdict import interval, judged, over_models, together, values, verdict
 from claims.worker import averaged, clock
 from common import ROOT
 from scipy import stats
@@ -94,6 +94,20 @@ def test_intervals_cover_the_difference_over_new_seeds_and_new_problems(deviatio
 def test_a_verdict_needs_the_whole_interval(difference, expected):
   spread = np.array([[-0.001], [0.001], [0.0], [0.0]])
   assert verdict(interval(difference + spread), 0.05) == expected
+
+
+def test_a_claim_of_several_comparisons_needs_a_wider_interval_to_be_refuted_but_not_to_hold():
+  below = np.array([[-0.04], [0.0], [0.01], [-0.01]])  # 95 %: up to 0.0244; 97.5 %: up to 0.0351
+  found, wider = interval(below), interval(below, 0.975)
+  np.testing.assert_allclose([found.high, wider.high], [0.02437, 0.03511], atol=5e-5)
+  assert verdict(found, 0.03) == 'does not hold'
+  assert verdict(found, 0.03, wider) == 'cannot tell'
+  assert verdict(found, 0.04, wider) == 'does not hold'
+  assert verdict(interval(below + 0.1), 0.05, interval(below + 0.1, 0.975)) == verdict(interval(below + 0.1), 0.05)
+
+
+def test_two_warm_starts_as_a_sample_of_models_have_one_degree_of_freedom():
+  np.testing.assert_allclose(over_models([0.1, 0.3]), (0.2, 0.2 - 1.27062, 0.2 + 1.27062), rtol=1e-4)
 
 
 def test_a_claim_holds_if_all_its_comparisons_hold():
@@ -455,6 +469,8 @@ def test_seeds_with_arms_of_several_commits_are_named():
   assert page.versions(found) == ', at 2 commits of sprl'
   found['b'][2]['commit'] = 'def'
   assert page.versions(found) == ', at 3 commits of sprl (of seed 2 different arms ran at different commits)'
+  found['b'][1]['machine'] = 'another'
+  assert page.versions(found).endswith('; of seed 1 different arms ran on different machines')
   assert page.versions({'a': {1: found['a'][1]}}) == ''
 
 
@@ -570,28 +586,39 @@ def stale(row):
 
 
 def rows_of_stale_samples():
-  """Return the rows of `staleness` by loss with all seeds, those with one, and the verdicts of their claims."""
+  """Return the rows of the cases of `staleness` with all seeds, by case and loss, with their verdicts; and the other rows."""
   experiment, records = find('staleness'), command.saved(find('staleness'))
   claims = [judged(claim, experiment, records) for claim in experiment.claims if claim.given]
   whole, single = ([rows for rows in claims if rows[0]['seeds'] == seeds] for seeds in (8, 1))
   assert len(whole) + len(single) == len(claims)
-  return (
-    {row['comparison'].partition('@')[0]: row for rows in whole for row in rows},
-    single,
-    [rows[0]['verdict'] for rows in whole],
-  )
+  of_case = {}
+  for rows in whole:
+    for row in rows:
+      loss, case = row['comparison'].partition(' - ')[0].split('@')
+      of_case.setdefault(case, {})[loss] = row | {'verdict of the claim': rows[0]['verdict']}
+  return of_case, single
 
 
 def test_the_readme_has_what_is_known_of_stale_samples():
-  whole, single, verdicts = rows_of_stale_samples()
-  fresh = mean(command.saved(find('staleness')), 'fresh@high')
-  *_, here, verdict = row_of('Off-policy losses train')
-  assert here == f'fresh {fresh}; {", ".join(f"{name} {stale(whole[loss])}" for loss, name in STALE.items())}'
-  assert verdict == verdicts[0]
-  assert row_of('PPO, which is not made')[2:] == [stale(whole['ppo']), verdicts[1]]
+  whole, single = rows_of_stale_samples()
+  assert list(whole) == ['8, middle', '8, high']
+  records = command.saved(find('staleness'))
+  for beginning, losses in (('Off-policy losses train', STALE), ('PPO, which is not made', {'ppo': ''})):
+    *_, here, verdict = row_of(beginning)
+    parts = [
+      ', '.join(f'{name} {stale(whole[case][loss])}'.strip() for loss, name in losses.items())
+      for case in ('8, high', '8, middle')
+    ]
+    if losses is STALE:
+      fresh = [mean(records, f'fresh@{rate}') for rate in ('high', 'middle')]
+      assert here == f'fresh {fresh[0]}; {parts[0]}. Half the rate: fresh {fresh[1]}; {parts[1]}'
+    else:
+      assert here == f'{parts[0]}. Half the rate: {parts[1]}'
+    verdicts = [whole[case][next(iter(losses))]['verdict of the claim'] for case in ('8, high', '8, middle')]
+    assert verdict == f'{verdicts[0]}; {verdicts[1]} with half the rate'
   found = [row['mean'] for rows in single for row in rows]
-  assert {rows[0]['verdict'] for rows in single} == {row_of('The same at two lower')[-1]}
-  assert row_of('The same at two lower')[2] == f'one seed of eight has run: {max(found):+.2f} to {min(found):+.2f}'
+  assert {rows[0]['verdict'] for rows in single} == {row_of('The same at the lowest')[-1]}
+  assert row_of('The same at the lowest')[2] == f'one seed of eight has run: {max(found):+.2f} to {min(found):+.2f}'
 
 
 def test_the_readme_has_the_accuracies_of_the_results():
@@ -607,8 +634,8 @@ def test_the_readme_has_the_accuracies_of_the_results():
   several = f'MIS {mean(more, "mis@plain")}, no correction {mean(more, "alone@plain")}, TIS {mean(more, "tis@plain")}'
   start = mean(more, 'full', 'before')
   assert row_of('The same with biases in more')[2] == f'{several}, float32 {mean(more, "full")}, before training {start}'
-  replayed = f'R3 {mean(mixture, "R3@w8a8")}, without replay {mean(mixture, "none@w8a8")}, float32 {mean(mixture, "none@full")}'
-  assert row_of('A mixture of experts')[2] == replayed
+  replayed = f'R3 {mean(mixture, "R3@w8a8")}, float32 {mean(mixture, "none@full")}. Without replay {mean(mixture, "none@w8a8")}'
+  assert row_of('A mixture of experts')[2] == f'{replayed}, so no need for replay is shown'
   for row, records in (('The same three claims with 2.3 M', larger), ('The same three claims with SnapKV', snapkv)):
     before, naive, ours, dense = (mean(records, *of) for of in (('dense', 'before'), ('naive',), ('sparse_rl',), ('dense',)))
     expected = f'before {before}; without the correction {naive}, with it {ours}, dense {dense}.'
@@ -654,11 +681,11 @@ def test_the_readme_has_the_factors_and_the_accuracies_of_the_environments():
 
 
 def test_the_guide_has_the_differences_of_stale_samples():
-  whole, guide = rows_of_stale_samples()[0], (ROOT / 'docs/running_ahead.md').read_text()
-  assert f'Fresh samples end at {mean(command.saved(find("staleness")), "fresh@high")}.' in guide
+  whole, guide = rows_of_stale_samples()[0], ' '.join((ROOT / 'docs/running_ahead.md').read_text().split())
+  records = command.saved(find('staleness'))
+  assert f'fresh samples ({mean(records, "fresh@high")} and {mean(records, "fresh@middle")})' in guide
   for loss in (*STALE, 'ppo'):
-    row = next(line for line in guide.splitlines() if line.startswith(f'| `{loss}` |'))
-    assert row.endswith(f' | {stale(whole[loss])} |')
+    assert f'| `{loss}` | {stale(whole["8, high"][loss])} | {stale(whole["8, middle"][loss])} |' in guide
 
 
 def test_the_limits_have_the_greedy_accuracies_before_and_after_training():

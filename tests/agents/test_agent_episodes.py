@@ -227,6 +227,7 @@ def test_a_request_whose_client_disconnects_is_not_trained_and_others_are_answer
     assert t.reward == 2
     total = sum(len(c.tokens) for c in engine.completions if c.request.uid == t.uid)
     assert int(sum(s.mask.sum() for s in sequences(t))) + t.metrics['agent/tokens_dropped'] == total
+  assert any(t.metrics['agent/tokens_dropped'] > 0 for t in trajectories)
 
 
 def test_no_more_agents_run_than_asked(tmp_path):
