@@ -194,7 +194,7 @@ def test_make_alone_lists_the_targets():
 def test_quickstart_installs_and_trains():
   text = make('-n', 'quickstart')
   assert "launch/environment.sh '.venv'" in text
-  assert ".venv/bin/python -m sprl.main --config=configs/quickstart.py --workdir='runs/quickstart'" in text
+  assert ".venv/bin'/python -m sprl.main --config=configs/quickstart.py --workdir='runs/quickstart'" in text
 
 
 @needs_make
