@@ -163,7 +163,7 @@ def test_a_client_that_disconnects_frees_its_row(tmp_path, monkeypatch):
         connection.sendall(head.encode() + body)
         until(lambda: engine.load == 1)
         assert len(aborted) == count
-      until(lambda: len(aborted) > count)
+      until(lambda count=count: len(aborted) > count)
       until(lambda: engine.load == 0)
       assert endpoint.thread.load == 0
 

@@ -119,7 +119,8 @@ def test_process_0_finds_the_rewards_for_all(tmp_path):
   assert together(program, program) == [[True, True]] * 2
   rewards.write_text('def rank(completions, colour): ...')
   said = together(program)
-  assert "the function wants 'colour'; a reward may take answer, completion_ids, completions, finish, messages, parity" in str(said[0])
+  names = 'answer, completion_ids, completions, finish, messages, parity'
+  assert f"the function wants 'colour'; a reward may take {names}" in str(said[0])
 
 
 def test_only_process_0_makes_environments(tmp_path):
