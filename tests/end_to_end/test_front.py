@@ -544,7 +544,7 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
     ({'data': None, 'reward': None, 'environment': int}, r'environment = .*int.*: expected a class with reset and step'),
     (
       {'data': None, 'reward': None, 'environment': lambda: object(), 'task': {'chat': False}},
-      'makes a object without the method reset; expected reset, step',
+      'environment object: no method reset; expected reset, step',
     ),
     ({'reward': str}, r"reward = <class 'str'>: expected a function of Python, whose arguments have names"),
     ({'export': True}, r'config\.export = True: expected False; save the trained model with run\.save\(folder\)'),

@@ -39,5 +39,5 @@ def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str, met
   except BaseException as error:  # a user's code may raise anything, and call sys.exit
     raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({reason(error)})') from error
   if missing := [method for method in methods if not callable(getattr(made, method, None))]:
-    raise SettingsError(f'{name} makes a {type(made).__name__} without the method {missing[0]}; expected {", ".join(methods)}')
+    raise SettingsError(f'environment {type(made).__name__}: no method {missing[0]}; expected {", ".join(methods)}')
   return made
