@@ -125,7 +125,7 @@ def largest() -> int:
   def gain(gpus: int) -> float:
     continuous = [answers(draw, 'batch', gpus) for draw in TUNING]
     ahead = [answers(draw, 'batch', gpus, split('batch', gpus, 2), 2) for draw in TUNING]
-    return float(np.mean(seconds(continuous) / seconds(ahead)))
+    return ratio(seconds(continuous), seconds(ahead)).mean
 
   return max(GPUS, key=gain)
 

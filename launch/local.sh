@@ -9,7 +9,7 @@
 # SIGTERM: each saves a checkpoint and exits. The same command resumes from the last checkpoint, also with another number of processes.
 set -euo pipefail
 
-if [ $# -lt 2 ] || ! [ "$1" -ge 1 ] 2>/dev/null; then
+if [ $# -lt 2 ] || ! [[ $1 =~ ^[0-9]+$ ]] || [ "$((10#$1))" -lt 1 ]; then
   sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi

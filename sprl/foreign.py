@@ -123,13 +123,12 @@ def imported(path: Path) -> ModuleType:
   source = checksum(path.read_bytes())
   loader = importlib.machinery.SourceFileLoader(name, str(path))
   module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
-  sys.modules[name] = module
+  module.__dict__[_CHECKSUM], sys.modules[name] = source, module
   try:
     loader.exec_module(module)
   except BaseException:
     del sys.modules[name]
     raise
-  module.__dict__[_CHECKSUM] = source
   return module
 
 

@@ -43,7 +43,8 @@ from each of two models, and all are taken to be independent: a difference betwe
 covers other models. {models} The intervals take the seeds to be normally distributed. Suppose one run in seven
 collapses: eight seeds then often contain no such run, or one, which widens the interval on both sides. The tables of means give
 the lowest seed. No interval is corrected for the number of claims. With so many, a few of the verdicts are probably chance. If a
-claim has several comparisons, one of them below its threshold refutes it; only there the level is corrected for their number.
+claim has several comparisons, one of them below its threshold refutes it. Only there the level is corrected for their number, so
+an interval of 95 % in the tables may be wholly below the threshold of a comparison that cannot tell.
 
 **Tasks.** The problems are running totals, except in `environments`. The prompt has 20 to 40 digits, and the answer gives the
 total after each of them, modulo 10. A token is a byte. Only the last total is graded, so a guess is right in one case of ten:
@@ -163,8 +164,8 @@ def models(results: Mapping[str, Records]) -> str:
         kept[of_row] += of_row != 'cannot tell' and verdict(over_models(row['by warm start']), row['above']) == of_row
   hold, fail = 'holds', 'does not hold'
   return (
-    f'If the models were a sample of models, {kept[hold]} of the {decided[hold]} comparisons that hold would still hold, and '
-    f'{kept[fail]} of the {decided[fail]} that do not hold\nwould not.'
+    f'If the models were a sample of models, {kept[hold]} of the {decided[hold]} comparisons that hold would still hold,\nand '
+    f'{kept[fail]} of the {decided[fail]} that do not hold would still be below their thresholds.'
   )
 
 

@@ -33,7 +33,7 @@ def over_models(of_start: Sequence[float]) -> Estimate:
 def verdict(found: Estimate, above: float, wider: Estimate | None = None) -> Verdict:
   """Return `holds` if the whole interval is above the threshold, `does not hold` if it is below, else `cannot tell`.
 
-  `wider` is the interval that must be below, if it is another one.
+  `wider` is the interval that has to be below the threshold for `does not hold`, by default `found`.
   """
   if found.low > above:
     return 'holds'

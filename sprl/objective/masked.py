@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-SMALL = 0.02  # |log ratio| below which the series of k3 is exact in float32
+SMALL = 0.02  # |log ratio| below which the series of k3 is accurate to the rounding of float32
 LIMIT = 20.0  # bound on |log ratio|: exp(20) = 4.9e8, and float32 still holds its square
 
 

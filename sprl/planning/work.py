@@ -1,8 +1,8 @@
 """Operations, bytes of memory and bytes between devices of decoding and of an update, and a lower bound on their time.
 
 A part takes the longer of two times: products at the device's matrix rate, and bytes at the memory bandwidth. Bytes to other
-devices take their own time at the speed of the link, and a program may send them while it computes. So no program is faster than
-the sum of the parts, or than all that it sends; only a device can tell how much slower one is.
+devices take their own time at the speed of the link, and a program may send them while it computes. The bound is the
+longer of the sum of the parts' times and the time of all that is sent. Only a device can tell how much slower a program is.
 """
 
 import math

@@ -159,10 +159,11 @@ class GraderPool:
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""
     found = [(self._rewards[index], *score) for index, score in scores.items()]
-    if apply := [each for each in found if each[2] != NOT_APPLICABLE]:
-      found = apply
-    else:
-      found = [(reward, 0.0, 'invalid', 'returned a NoneType, expected a finite number', {}) for reward, *_ in found]
+    weighted = [status for reward, _, status, *_ in found if reward.weight]
+    if weighted and all(status == NOT_APPLICABLE for status in weighted):  # then nothing decides
+      nothing: Score = 0.0, 'invalid', 'returned a NoneType, expected a finite number', {}
+      found = [(each[0], *nothing) if each[2] == NOT_APPLICABLE else each for each in found]
+    found = [each for each in found if each[2] != NOT_APPLICABLE]
     failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
     status, name, why = failures[0] if failures else ('ok', '', '')
     used = sorted({name for *_, costs in found for name in costs})

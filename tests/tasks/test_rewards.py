@@ -251,6 +251,14 @@ def test_a_reward_that_returns_none_leaves_the_sample_to_the_others(groupwise):
   assert found == [Grade(1.0, 'ok', parts={'maths': 1.0}), Grade(1.0, 'ok', parts={'code': 0.5})]
 
 
+def test_a_sample_to_which_only_a_reward_of_weight_0_applies_has_no_known_reward():
+  functions = {'right': lambda completion: None, 'length': lambda completion: len(completion)}
+  rewards = graders.rewards(Task(rewards=('python:right', 'python:length=0')), functions)
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    (found,) = answers(pool, SAMPLE)
+  assert (found.status, found.reward_known, found.parts) == ('invalid', False, {'right': 0.0, 'length': 5.0})
+
+
 def test_a_sample_to_which_no_reward_applies_has_no_known_reward():
   rewards = graders.rewards(
     Task(rewards=('python:one', 'python:two')), {'one': lambda completion: None, 'two': lambda answer: None}
