@@ -1,6 +1,6 @@
 """What do queue scheduling, bounded staleness and environment-level asynchrony gain on 2 to 64 GPUs? A simulation.
 
-    python benchmarks/cluster_simulation.py --save        # results/cluster_simulation.json and two pictures; 14 minutes on a core
+    python benchmarks/cluster_simulation.py --save        # results/cluster_simulation.json and two pictures; an hour on a core
     python benchmarks/cluster_simulation.py --draw        # redraw the pictures from the saved result
 
 cluster.py has the simulated cluster and all costs. Nothing was measured on a cluster; the speed of a GPU comes from a model. The
