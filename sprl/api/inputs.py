@@ -45,11 +45,9 @@ def inputs_of(
   if environment is not None:
     if data is not None or test is not None or reward is not None:
       raise SettingsError('environment: expected no rows and no reward beside it: an environment has its own')
-    try:
-      inspect.signature(environment)
-    except (TypeError, ValueError):  # no function, or a builtin type
+    if not _has_signature(environment):
       said = 'expected a class with reset and step, or a function that makes one'
-      raise SettingsError(f'environment = {environment!r}: {said}') from None
+      raise SettingsError(f'environment = {environment!r}: {said}')
     task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
   elif isinstance(data, str | Path):
     found = 'jsonl' if (expanded(data) / 'train.jsonl').is_file() else 'dataset'
@@ -61,6 +59,14 @@ def inputs_of(
   of_rewards, functions = rewards_of(reward)
   task |= of_rewards
   return merged(given), Inputs(train, None if test is None else listed('test', test), functions, environment)
+
+
+def _has_signature(function: Any) -> bool:
+  try:
+    inspect.signature(function)
+  except (TypeError, ValueError):  # no function, or a builtin type
+    return False
+  return True
 
 
 def listed(name: str, given: Any, items: str = 'rows, each a dictionary') -> list[Any]:
@@ -82,10 +88,8 @@ def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]
       return one
     if not callable(one):
       raise SettingsError(f'reward = {one!r:.200}: expected a function, or the name of a grader')
-    try:
-      inspect.signature(one)
-    except (TypeError, ValueError):  # a builtin type
-      raise SettingsError(f'reward = {one!r:.200}: expected a function of Python, whose arguments have names') from None
+    if not _has_signature(one):
+      raise SettingsError(f'reward = {one!r:.200}: expected a function of Python, whose arguments have names')
     name = getattr(one, '__name__', type(one).__name__)
     name = name if name.isidentifier() else 'reward'  # a lambda
     if functions.setdefault(name, one) is not one:

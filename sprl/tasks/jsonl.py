@@ -67,9 +67,8 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
 
 
 def _text(where: str, name: str, value: Any) -> str:
-  if isinstance(value, np.generic):
-    value = value.item()
-  if not is_text(value) or isinstance(value, bool):
+  plain = value.item() if isinstance(value, np.generic) else value
+  if not is_text(plain) or isinstance(plain, bool):
     raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
   return str(value)
 

@@ -10,8 +10,8 @@ The names of a function's parameters choose its arguments. `**kwargs` gets all o
 A function with a parameter `completions` is groupwise: each argument is a list with one item per sample, and the function returns
 a list of numbers. This is also the form of TRL's reward functions, which may name the token ids `completion_ids`.
 
-A function of three parameters with unknown names, such as `f(question, text, truth)`, is called by position: prompt, completion,
-answer. It is not if one of them has the name of an argument or of a column that belongs elsewhere.
+A function that needs three parameters with unknown names, such as `f(question, text, truth)`, is called by position: prompt,
+completion, answer. It is refused if one of them has a known name, but not in its own of these three places.
 """
 
 import inspect

@@ -19,7 +19,7 @@ def test_rows_become_problems_with_all_their_columns():
   assert (third.messages[0]['content'], third.row) == ('Be brief.', given[2])
 
 
-@pytest.mark.parametrize(('answer', 'text'), [(np.int64(3), '3'), (np.float32(0.5), '0.5'), (np.str_('three'), 'three')])
+@pytest.mark.parametrize(('answer', 'text'), [(np.int64(3), '3'), (np.float32(0.1), '0.1'), (np.str_('three'), 'three')])
 def test_answers_of_numpy_are_numbers_and_text(answer, text):
   assert in_memory.load(Task(kind='rows'), [{'prompt': 'a', 'answer': answer}])[0].answer == text
 
