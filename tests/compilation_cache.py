@@ -3,10 +3,13 @@
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def machine_key() -> str:
@@ -24,6 +27,15 @@ def use() -> None:
   root = Path(os.environ.get('SPRL_TEST_CACHE') or Path(__file__).resolve().parents[1] / '.cache' / 'jax')
   jax.config.update('jax_compilation_cache_dir', str(root / f'jaxlib-{jaxlib.__version__}-{machine_key()}'))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+@contextmanager
+def in_use() -> Iterator[None]:
+  """Use the cache for a while. For programs of one device, in a process with several CPU devices: see conftest.py."""
+  use()
+  yield
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
 
 
 def variables() -> dict[str, str]:

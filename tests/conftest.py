@@ -1,7 +1,11 @@
-"""Settings of the test suite: signatures are checked at run time, tests run on the CPU, compiled programs are cached."""
+"""Settings of the test suite: signatures are checked at run time, tests run on the CPU, compiled programs are cached.
+
+The examples of hypothesis are the same in every run.
+"""
 
 import os
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -12,6 +16,8 @@ os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 # programs with three warpgroups each would hang on a machine of few cores.
 os.environ.setdefault('NPROC', '32')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
+hypothesis.settings.register_profile('sprl', derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile('sprl')
 
 
 def pytest_collection_modifyitems(items):

@@ -370,8 +370,17 @@ def reason_of(number):
 
 
 def test_an_agent_has_no_pipe_of_another_one(tmp_path):
-  source = tmp_path / 'slow.py'
-  source.write_text('import os, time\ndef agent(url, row):\n  time.sleep(1)\n  return len(os.listdir("/dev/fd"))\n')
+  source, running = tmp_path / 'slow.py', tmp_path / 'running'
+  running.mkdir()
+  source.write_text(f"""
+import os, time
+
+def agent(url, row):
+  open(f'{running}/{{os.getpid()}}', 'w').close()
+  while len(os.listdir('{running}')) < 6:
+    time.sleep(0.01)
+  return len(os.listdir('/dev/fd'))
+""")
   with AgentPool(Program(f'{source}:agent', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
     tickets = [pool.submit(Call((uid, 0), 'run', {})) for uid in range(6)]
     assert len({result.reward for result in results(pool, *tickets)}) == 1

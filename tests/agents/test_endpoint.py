@@ -66,7 +66,7 @@ def test_a_stream_has_the_text_of_its_tokens_in_several_events(endpoint):
 def test_requests_that_arrive_together_are_all_answered(endpoint):
   answers = together([lambda: ask(endpoint, max_tokens=12)] * (3 * ROWS))
   assert all(answer.usage.completion_tokens <= 12 for answer in answers)
-  assert endpoint.thread.load == 0
+  until(lambda: endpoint.thread.load == 0)
 
 
 def test_refusals_are_errors_of_the_client_in_openais_form(endpoint):
@@ -164,8 +164,7 @@ def test_a_client_that_disconnects_frees_its_row(tmp_path, monkeypatch):
         until(lambda: engine.load == 1)
         assert len(aborted) == count
       until(lambda count=count: len(aborted) > count)
-      until(lambda: engine.load == 0)
-      assert endpoint.thread.load == 0
+      until(lambda: engine.load == 0 and endpoint.thread.load == 0)
 
 
 def test_a_client_that_disconnects_in_the_middle_of_its_body_is_no_error_of_the_server(endpoint, caplog):
@@ -175,17 +174,6 @@ def test_a_client_that_disconnects_in_the_middle_of_its_body_is_no_error_of_the_
   for _ in range(5):  # the server's loop takes events in turn
     assert ask(endpoint, max_tokens=1).choices
   assert [record for record in caplog.records if record.levelname == 'ERROR'] == []
-
-
-def test_more_requests_than_rows_and_queue_get_429(tmp_path):
-  with served(tmp_path, queue=1) as endpoint:
-    calls = [lambda: ask(endpoint, max_tokens=60)] * 16
-    answers = together(calls)
-    refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
-    others = [answer for answer in answers if answer not in refused]
-    assert all(answer.choices for answer in others)
-    assert len(others) >= ROWS + 1
-    assert 'the most that this server accepts' in str(refused[0])
 
 
 def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch):
@@ -208,7 +196,7 @@ def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch
       go_on.set()
     assert all(answer.result().choices for answer in answers)
     assert len(begun) == ROWS + 1
-    assert endpoint.thread.load == 0
+    until(lambda: endpoint.thread.load == 0)
 
 
 # --- texts that a random model does not write ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def visited(chosen, size):
   return for_row_blocks(chosen, size, change, (jnp.zeros(B, jnp.int32), 0))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(chosen=rows, size=st.sampled_from([1, 4, 6]))
 def test_each_chosen_row_is_in_one_block(chosen, size):
   times, numbers = visited(chosen, size)
@@ -40,7 +40,7 @@ def test_each_chosen_row_is_in_one_block(chosen, size):
 
 
 @pytest.mark.parametrize('gpu', [False, True])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(take=rows, parent=st.lists(st.integers(0, 2), min_size=B, max_size=B).map(np.array))
 def test_rows_are_replaced_by_rows_of_smaller_arrays(gpu, take, parent):
   """One row at a time, and in blocks of four as on GPUs."""

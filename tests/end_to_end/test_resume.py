@@ -55,9 +55,7 @@ def uninterrupted(inputs) -> Path:
 def test_a_killed_run_resumes_bit_for_bit(inputs):
   """A dense run with an FP8 cache is killed while it writes the second checkpoint, with one before it."""
   workdir = inputs / 'small-killed'
-  draft = workdir / 'checkpoints' / 'tmp-step_000002'
-  status, _ = interrupt(tiny.start('main', *arguments(inputs, workdir), *SMALL), signal.SIGKILL, draft.exists)
-  assert (status, draft.exists(), checkpoint(workdir, 2).exists()) == (-9, True, False)
+  kill_at_the_second_checkpoint(inputs, workdir, *SMALL)
   folders = workdir, inputs / 'small-uninterrupted'
   both = [tiny.start('main', *arguments(inputs, folder), *SMALL) for folder in folders]
   resumed, uninterrupted = map(tiny.finish, both)
@@ -83,6 +81,13 @@ def interrupt(process, number: int, moment: Callable[[], bool]) -> tuple[int, st
   status, _, err = tiny.finish(process)
   assert 'Traceback' not in err
   return status, err
+
+
+def kill_at_the_second_checkpoint(inputs: Path, workdir: Path, *changes: str) -> None:
+  script = Path(__file__).with_name('killed_at_checkpoint.py')
+  status, *_ = tiny.run(script, *arguments(inputs, workdir), *changes)
+  draft = workdir / 'checkpoints' / 'tmp-step_000002'
+  assert (status, draft.exists(), checkpoint(workdir, 2).exists()) == (-9, True, False)
 
 
 def logged(workdir: Path, kind: str) -> int:
@@ -138,10 +143,7 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
   assert (status, 'SIGTERM: ended before the first evaluation; nothing is saved' in err) == (0, True), err
   assert (logged(workdir, 'eval'), checkpoint(workdir, 0).exists()) == (0, False)
 
-  # Killed while a checkpoint is being written.
-  draft = workdir / 'checkpoints' / 'tmp-step_000002'
-  status, err = interrupt(started(), signal.SIGKILL, draft.exists)
-  assert (status, draft.exists(), checkpoint(workdir, 2).exists()) == (-9, True, False)
+  kill_at_the_second_checkpoint(inputs, workdir)
 
   # A signal between steps. Meanwhile the checkpoints can be evaluated.
   status, err = interrupt(started(), signal.SIGTERM, lambda: logged(workdir, 'train') == 3)

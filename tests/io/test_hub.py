@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
   with Hub() as server:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()
 

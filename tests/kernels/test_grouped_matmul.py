@@ -109,7 +109,7 @@ def shares(draw):
 
 
 @given(shares(), st.integers(0, 99))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6)
 @slow
 def test_products_match_float64_on_random_shapes(shape, seed):
   check(experts(*shape, seed=seed), MATMUL, OUTER)

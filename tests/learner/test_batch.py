@@ -146,7 +146,7 @@ def contexts(batch):
   return cells
 
 
-@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=60)
 @given(data=st.data(), share=st.booleans(), shards=st.sampled_from([1, 2, 3, 8]), parts=st.sampled_from([1, 1, 2, 4]))
 def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards, parts):
   P, C = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 10))
@@ -183,7 +183,7 @@ def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards, 
   assert metrics['packing/tokens'] == np.count_nonzero(batch.segments)
 
 
-@hypothesis_settings(max_examples=80, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=80)
 @given(data=st.data(), share=st.booleans())
 def test_the_shape_is_never_too_small(data, share):
   P, C = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))

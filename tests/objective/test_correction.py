@@ -220,7 +220,7 @@ def test_corrections_agree_with_the_oracle(s):
     np.testing.assert_allclose(np.asarray(getattr(got, name), float), value, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.floats(0.0, 8.0), st.sampled_from(list(CORRECTIONS.values())))
 def test_weights_are_finite_and_bounded_and_the_mask_only_shrinks(seed, spread, s):
   x = oracle.batch(seed, spread=spread)

@@ -200,7 +200,7 @@ def test_repetition_by_hand(text, longest):
   assert repetition(np.array([ord(c) for c in text], np.int32)) == longest / max(len(text), 1)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 100_000))
 def test_repetition_agrees_with_trying_every_length(tokens, scale):
   grams = {n: [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for n in range(1, len(tokens))}
@@ -208,7 +208,7 @@ def test_repetition_agrees_with_trying_every_length(tokens, scale):
   assert repetition(np.array(tokens, np.int64) * scale) == longest / max(len(tokens), 1)
 
 
-def test_repetition_of_a_long_answer_is_fast_and_exact():
+def test_repetition_of_a_long_answer_is_exact():
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, 100_000, 9000).astype(np.int32)
   tokens[5000:7000] = tokens[1000:3000]

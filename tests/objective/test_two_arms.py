@@ -141,21 +141,25 @@ CHOICES = {
 }
 
 
-def drawn(count):
+def of_case(case):
+  return run_of(**{name: value for name, value in case.items() if name not in ('kept', 'good')})
+
+
+def accepted(count):
+  """Draw this many cases. Return those whose settings are accepted."""
   rng = np.random.default_rng(17)
   cases = [{name: values[rng.integers(len(values))] for name, values in CHOICES.items()} for _ in range(count)]
-  return [case | ({'weight': 'truncate'} if case['level'] is None else {}) for case in cases]  # without a weight, it has no form
+  cases = [case | ({'weight': 'truncate'} if case['level'] is None else {}) for case in cases]  # without a weight, it has no form
+  return [case for case in cases if not refused(of_case(case))]
 
 
-CASES = drawn(150)
+CASES = accepted(150)
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: '-'.join(map(str, case.values())))
-def test_the_expected_update_points_the_right_way_or_the_settings_are_refused(case):
+def test_the_expected_update_points_the_right_way_if_the_settings_are_accepted(case):
   kept, good = case['kept'], case['good']
-  run = run_of(**{name: value for name, value in case.items() if name not in ('kept', 'good')})
-  if refused(run):
-    return
+  run = of_case(case)
   current = OLD + (DRIFT if case['updates'] > 1 else 0)
   sampler = OLD + SPARSE + (STALE if case['ahead'] else 0)
   sampling, form = FILTERS[kept]
@@ -177,12 +181,10 @@ def test_the_expected_update_points_the_right_way_or_the_settings_are_refused(ca
     assert along > 0.5 * np.linalg.norm(update) * np.linalg.norm(wanted), (update, wanted)
 
 
-def test_the_draw_holds_every_variant_and_both_outcomes():
-  outcomes = [refused(run_of(**{k: v for k, v in case.items() if k not in ('kept', 'good')})) for case in CASES]
-  assert 30 <= sum(outcomes) <= len(CASES) - 40
-  accepted = [case for case, was_refused in zip(CASES, outcomes) if not was_refused]
-  assert {case['variant'] for case in accepted} == set(VARIANTS)
-  assert {case['kept'] for case in accepted} == set(FILTERS)
+def test_the_accepted_cases_have_every_variant_and_filter():
+  assert len(CASES) >= 50
+  assert {case['variant'] for case in CASES} == set(VARIANTS)
+  assert {case['kept'] for case in CASES} == set(FILTERS)
 
 
 @pytest.mark.parametrize('kept', sorted(FILTERS))

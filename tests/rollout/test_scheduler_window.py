@@ -43,7 +43,7 @@ redundant = st.builds(
 ).filter(lambda r: (r.group > 1 or r.equal_groups == 'train') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rollouts, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_window_invariants_hold_and_no_group_expires(rollout, seed, fails, engines, turns):
   """I1, I2 and I3 under random durations, filters, aborts and failures."""
@@ -62,7 +62,7 @@ def test_window_invariants_hold_and_no_group_expires(rollout, seed, fails, engin
       assert oldest <= round(rollout.prompts * (rollout.async_ratio % 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(redundant, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_redundant_rollouts_stay_in_the_window(rollout, seed, fails, engines, turns):
   world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=8)
@@ -72,7 +72,7 @@ def test_redundant_rollouts_stay_in_the_window(rollout, seed, fails, engines, tu
   assert len({number for _, number, _ in world.consumed}) == 5 * rollout.prompts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rollouts | redundant, st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=4))
 def test_a_killed_run_loses_no_group_and_repeats_none(rollout, seed, ends):
   """A kill or a signal ends the run after a random number of turns.

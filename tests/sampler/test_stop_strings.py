@@ -1,7 +1,7 @@
 """Stop strings against a search in the whole text after every token."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sprl.sampler.stop_strings import INCOMPLETE, StopStrings
@@ -53,7 +53,6 @@ def whole_search(stop, ids, text):
 
 
 @pytest.mark.parametrize('text', [decoded, without_first_space, with_byte_fallback])
-@settings(deadline=None)
 @given(
   ids=st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=40),
   stop=st.lists(st.sampled_from(['aab', 'b\n', ' ', 'b a', '終わ', '終', 'わ', 'a終']), min_size=1, max_size=2),

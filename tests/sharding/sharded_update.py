@@ -12,6 +12,7 @@ import math
 import sys
 from functools import partial
 
+import compilation_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +103,8 @@ for argument in sys.argv[1:]:
   model = heads, experts, name
   if model not in alone:
     first, batch = jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0])
-    alone[model] = train(config, optimizer, create, first, batch)
+    with compilation_cache.in_use():
+      alone[model] = train(config, optimizer, create, first, batch)
   axes = [int(size) for size in shape.split('x')]
   mesh = make_mesh(Mesh(*axes), jax.devices()[: math.prod(axes)], heads=(H, K))
   laid = shardings(mesh, transformer.logical_axes(config), params)

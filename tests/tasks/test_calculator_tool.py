@@ -120,10 +120,10 @@ def test_brackets_may_be_nested_up_to_the_parsers_limit():
 
 @pytest.mark.parametrize('text', ['9**64**64', '(9**64)**64', '((99**60)**2)**2', '*'.join(['9**64'] * 25)])
 def test_the_largest_powers_take_no_time(text):
-  start = time.perf_counter()
+  start = time.process_time()
   with pytest.raises(CalculationError):
     calculate(text)
-  assert time.perf_counter() - start < 0.5
+  assert time.process_time() - start < 0.5
 
 
 EXPRESSIONS = st.recursive(
@@ -142,7 +142,7 @@ def exactly(node):
   return getattr(left, name)(right)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EXPRESSIONS.filter(lambda text: len(text) <= arithmetic.MAX_LENGTH))
 def test_values_equal_those_of_exact_fractions(text):
   try:
@@ -157,7 +157,7 @@ def test_values_equal_those_of_exact_fractions(text):
     assert found == wanted
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=220) | st.text('0123456789.+-*/%() ', max_size=220))
 def test_any_text_has_a_value_or_is_refused(text):
   try:

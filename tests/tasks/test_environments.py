@@ -246,7 +246,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions=st.lists(st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map(''.join)), min_size=1, max_size=4))
 @pytest.mark.parametrize('name', ['frozen_lake', 'sokoban', 'guess_number', 'calculator'])
 def test_no_action_raises(name, actions, tmp_path_factory):

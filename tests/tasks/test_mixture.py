@@ -57,7 +57,7 @@ def test_every_source_has_its_share_at_every_moment(weights):
       assert abs(found[:n].count(name) - n * weight / total) <= 1 + 0.01 * n, (name, n)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(
   weights=st.dictionaries(st.sampled_from('abc'), st.integers(1, 5).map(float), min_size=1, max_size=3),
   later=st.dictionaries(st.sampled_from('abc'), st.integers(0, 5).map(float), max_size=3),

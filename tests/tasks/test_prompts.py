@@ -39,7 +39,7 @@ def test_batches_do_not_change_the_order():
   assert ids(whole.next(30)) == [i for n in (1, 4, 0, 9, 16) for i in ids(parts.next(n))]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(size=st.integers(20, 60), before=st.integers(0, 200), after=st.integers(1, 70), seed=st.integers(0, 2**31 - 1))
 def test_a_restored_stream_continues_at_the_exact_next_problem(size, before, after, seed):
   """The position is any, also the border of two epochs. The state passes through JSON."""

@@ -209,7 +209,7 @@ def test_the_score_is_the_weighted_sum_and_the_parts_are_unweighted(tmp_path):
 
 def test_a_reward_that_fails_is_named_and_the_others_are_graded(tmp_path):
   rewards = graders.rewards(styled(tmp_path, '{}:brief=0.5', '{}:calm=3'))
-  with grader_pool(rewards, 2, 1.0, 4.0) as pool:
+  with grader_pool(rewards, 2, 2.0, 4.0) as pool:
     found = answers(pool, *(Sample('p', text, '') for text in ('hang', 'die', 'raise', 'fine')))
   assert [(g.score, g.status, g.failed) for g in found] == [
     (3.0, 'timeout', ('brief',)), (3.0, 'crash', ('brief',)), (2.5, 'error', ('calm',)), (5.0, 'ok', ())
@@ -221,7 +221,7 @@ def test_a_reward_that_fails_is_named_and_the_others_are_graded(tmp_path):
 
 def test_a_metric_that_fails_leaves_the_reward_known(tmp_path):
   rewards = graders.rewards(styled(tmp_path, 'exact', '{}:brief=0'))
-  with grader_pool(rewards, 2, 1.0, 4.0) as pool:
+  with grader_pool(rewards, 2, 2.0, 4.0) as pool:
     failed, fine = answers(pool, Sample('p', 'hang', 'hang'), Sample('p', 'seven', 'seven'))
   assert (failed.score, failed.reward_known, failed.failed) == (1.0, True, ('brief',))
   assert fine == Grade(1.0, 'ok', parts={'exact': 1.0, 'brief': 5.0})
