@@ -4,8 +4,6 @@ Such calls run in threads and in processes that get no Ctrl-C: a KeyboardInterru
 """
 
 import hashlib
-import importlib.machinery
-import importlib.util
 import os
 import re
 import sys
@@ -62,6 +60,7 @@ def _place(error: BaseException) -> str:
 
 
 _CHECKSUM = '__checksum_of_sprl__'  # of a user's file, in its module
+_CHANGED = 'has changed since this program imported it: start Python again, or give the new code another file'
 
 
 def checksum(source: bytes) -> str:
@@ -112,20 +111,26 @@ def own_function(setting: str, reference: str, known: Iterable[str]) -> Callable
   return found
 
 
-def imported(path: Path) -> ModuleType:
-  """Return the module of a user's file, which runs once per process and may import its neighbours. Raises what it raises."""
+def imported(path: Path, source: bytes | None = None) -> ModuleType:
+  """Return the module of a user's file, which runs once per process and may import its neighbours. Raises what it raises.
+
+  `source` is its content when the run began, which runs though the file may have changed; None: as it is now. Raises ValueError
+  if this process has imported another content.
+  """
   path = path.absolute()
   name = _module_name(path)
   if name in sys.modules:
+    if source is not None and checksum(source) != sys.modules[name].__dict__[_CHECKSUM]:
+      raise ValueError(f'{path} {_CHANGED}')
     return sys.modules[name]
   if str(path.parent) not in sys.path:
     sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
-  source = checksum(path.read_bytes())
-  loader = importlib.machinery.SourceFileLoader(name, str(path))
-  module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
-  module.__dict__[_CHECKSUM], sys.modules[name] = source, module
+  source = path.read_bytes() if source is None else source
+  module = ModuleType(name)
+  module.__file__ = str(path)
+  module.__dict__[_CHECKSUM], sys.modules[name] = checksum(source), module
   try:
-    loader.exec_module(module)
+    exec(compile(source, str(path), 'exec'), module.__dict__)
   except BaseException:
     del sys.modules[name]
     raise
@@ -136,8 +141,7 @@ def check_unchanged(setting: str, path: Path) -> None:
   """Raise SettingsError, which begins with the setting, if a user's file has changed since this process imported it."""
   module = sys.modules.get(_module_name(path.absolute()))
   if module is not None and checksum(path.read_bytes()) != module.__dict__[_CHECKSUM]:
-    said = 'has changed since this program imported it: start Python again, or give the new code another file'
-    raise SettingsError(f'{setting}: {path} {said}')
+    raise SettingsError(f'{setting}: {path} {_CHANGED}')
 
 
 def _module_name(path: Path) -> str:

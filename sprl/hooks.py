@@ -16,7 +16,6 @@ from sprl.guards.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, trie
 from sprl.guards.stop import Streaks, sentinels
 from sprl.models.lora import network
 from sprl.rollout import collect
-from sprl.rollout.scheduler import Stalled
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
 from sprl.sampler.weights import self_check
@@ -114,16 +113,12 @@ def print_progress(session: Session, report: StepReport) -> None:
 def evaluate_and_save(session: Session, report: StepReport) -> None:
   """Evaluate every `eval.every` steps and after the last; save then and every `checkpoint.every` steps.
 
-  A signal ends an evaluation, and so does a held-out environment of which all episodes fail. Then the step is saved without its
-  evaluation, and a resumed run begins with that.
+  A signal or an error ends an evaluation. Then the step is saved without its evaluation, and a resumed run begins with that.
   """
   run, step = session.run, report.step
   if session.evaluates_after(step):
-    try:
+    with session.saved_on_error():
       session.state.after = session.evaluate()
-    except Stalled:
-      session.save_whole()
-      raise
     session.save()
   elif run.checkpoint.every and step % run.checkpoint.every == 0:
     session.save()

@@ -10,9 +10,9 @@ name in the results is `gap`. For a few trajectories of a step, the ledger score
     learner_fp8   the learner with its linears in FP8 (quant.learner), against the learner in the compute dtype
     numerics      the learner's path (packed rows, one pass), against the sampler's (a cache, token by token)
 
-2. The sampler's own causes are switches: `weights` (linears in FP8), `kv` (keys, values and perhaps queries in FP8) and
-   `eviction`. The ledger replays every subset of the active switches. The part of a cause is its Shapley value: the effect of
-   its switch, averaged over all orders in which the switches can be turned on.
+2. The sampler's own causes are switches: `weights` (linears in FP8), `kv` (keys, values and perhaps queries and softmax weights
+   in FP8) and `eviction`. The ledger replays every subset of the active switches. The part of a cause is its Shapley value: the
+   effect of its switch, averaged over all orders in which the switches can be turned on.
 3. `reproduction` is the replay with all switches on, minus the recorded log-probs. It should be rounding error only. A larger
    value means that the recorded log-probs are not those of the sampler that the settings describe.
 

@@ -28,5 +28,6 @@ def _files(run: Run) -> dict[str, tuple[str, Path]]:
     'cache.method': run.cache.method, 'loss.variant': run.loss.variant, 'advantage.estimator': run.advantage.estimator,
     'task.name': run.task.name or '',
   }  # fmt: skip
+  names |= {f'task.args[{key!r}]': value for key, value in run.task.args.items() if isinstance(value, str)}
   references = {setting: (name, expanded(found[0])) for setting, name in names.items() if (found := split_reference(name))}
   return {setting: (name, path) for setting, (name, path) in references.items() if path.is_file()}

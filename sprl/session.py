@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -23,10 +24,12 @@ from sprl.cache.scales import Scales
 from sprl.config import Run, SettingsError
 from sprl.distributed.signals import Stop
 from sprl.distributed.team import Team
+from sprl.foreign import reason
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_state import RunState
+from sprl.io.tokenizer import TokenizerError
 from sprl.learner.batch import TrainBatch
 from sprl.learner.learner import Learner
 from sprl.model import Model
@@ -41,6 +44,7 @@ from sprl.rollout.staleness import staleness
 from sprl.rollout.timeline import Timeline
 from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
+from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.problems import digest
 from sprl.tasks.prompts import PromptStream
 from sprl.types import Trajectory, sampled_tokens
@@ -148,6 +152,7 @@ class Session:
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
+  _ahead: Sequence[Int[np.ndarray, ' P']] = ()  # the newest prompts that `_look_ahead` returned
   _pace: Pace = field(init=False)
 
   def __post_init__(self):
@@ -218,7 +223,7 @@ class Session:
     if self._pump is not None:
       self._pump.stop()
       self._pump = None
-    self.scheduler.sync(placed)
+    self.scheduler.sync(placed, self.stopped)
     self._step.times.lap('sync')
 
   def end_rollouts(self) -> None:
@@ -309,19 +314,29 @@ class Session:
     self.checkpoints.wait()
     self.team.barrier()
 
-  def _wait_for_groups(self) -> Sequence[Group] | None:
-    """Wait for the groups of the step and return them, with the devices free for the learner; None if a signal came.
+  @contextmanager
+  def saved_on_error(self) -> Iterator[None]:
+    """Save the steps that are done if an error ends the run here: before the weights of the next step exist.
 
-    If all groups fail, the steps before are saved.
+    Over several processes only Stalled is raised by all of them, as a save requires.
     """
     try:
-      groups = self.scheduler.batch(self.stopped)
-    except Stalled:
-      if self.state.step:  # a run without a checkpoint may begin again with other settings
-        self.save_whole()
+      yield
+    except Exception as error:
+      # A run without a checkpoint may begin again with other settings.
+      if self.state.step and (isinstance(error, Stalled) or self.team.processes == 1):
+        try:
+          self.save_whole()
+        except Exception as failed:  # the first error ends the run
+          log.error('step %d is not saved: %s', self.state.step, reason(failed))
       raise
+
+  def _wait_for_groups(self) -> Sequence[Group] | None:
+    """Wait for the groups of the step and return them, with the devices free for the learner; None if a signal came."""
+    with self.saved_on_error():
+      groups = self.scheduler.batch(self.stopped)
     if groups is not None and self.model.shares_devices:
-      self.scheduler.quiesce()
+      self.scheduler.quiesce(self.stopped)
       for engine in self.engines:
         engine.unload()  # frees their memory for the ledger and the update
     return groups
@@ -368,7 +383,11 @@ class Session:
     """Return the next prompts if the FP8 cache is calibrated on the prompts that it will serve, else ()."""
     if not self.learner.calibrates or self.learner.scale_rule.measured_on != 'next prompts' or step == self.run.steps:
       return ()
-    return prompts(self.source, self.scheduler.next, self.run.prefill)
+    try:
+      self._ahead = prompts(self.source, self.scheduler.next, self.run.prefill)
+    except (EnvironmentFault, TokenizerError) as error:  # a service may be back soon
+      log.warning('the FP8 cache is calibrated on the prompts of the step before: %s', error)
+    return self._ahead
 
 
 def check_graded(run: Run, result: Mapping[str, Any]) -> None:
@@ -408,13 +427,15 @@ class Pump:
       del error  # its traceback holds this frame: a cycle would keep the weights alive
 
   def end(self) -> None:
-    """End the thread between two turns, after an error of the loop's thread. The error that ended it before is ignored.
+    """End the thread between two turns, after an error of the loop's thread. The error that ended it before is logged.
 
     Over several processes the thread may wait for a process that waits for this one. There the error ends the processes.
     """
     self._learned.set()
     if self._team.processes == 1:
       self._thread.join()
+    if self._error is not None:
+      log.warning('rollouts had failed before: %s', reason(self._error))
     self._error = None
 
   def _turn(self) -> None:

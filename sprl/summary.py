@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     '',
     *costs_of_rollouts(run, read_metrics(workdir)),
     '',
-    f'plot:        {plot_run(workdir)}',
-    f'timeline:    {plot_timeline(workdir)}  (trace.json opens in ui.perfetto.dev)',
+    f'plot:        {_drawn("the plot", plot_run, workdir)}',
+    f'timeline:    {_drawn("the timeline", plot_timeline, workdir)}  (trace.json opens in ui.perfetto.dev)',
     f'metrics:     {workdir / "metrics.jsonl"}',
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}{_best(workdir, finished.step)}']
@@ -59,7 +59,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     lines.append(f'export:      {workdir / "export"}  (a Hugging Face folder)')
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
-  lines.append(f'report:      {_html_report(workdir)}  (opens in a browser)')
+  lines.append(f'report:      {_drawn("the HTML report", write_report, workdir)}  (opens in a browser)')
   return '\n'.join(lines)
 
 
@@ -72,12 +72,12 @@ def _best(workdir: Path, last: int) -> str:
   return '' if step == last else f'  (best score: step {step}; export and evaluate take --step=best)'
 
 
-def _html_report(workdir: Path) -> str:
-  """Write the HTML report and return its path. A failure is only logged, because the run has already finished."""
+def _drawn(what: str, draw: Callable[[Path], Path], workdir: Path) -> str:
+  """Write a file and return its path. A failure is only logged: the run has finished, and its export may follow."""
   try:
-    return str(write_report(workdir))
+    return str(draw(workdir))
   except Exception as error:
-    log.warning('the HTML report could not be written (%s: %s)', type(error).__name__, error)
+    log.warning('%s could not be written (%s: %s)', what, type(error).__name__, error)
     return 'not written'
 
 

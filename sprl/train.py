@@ -35,7 +35,7 @@ from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, stop_if, wrong_weights
-from sprl.io.checkpoint import Checkpoints, committed, newest_record
+from sprl.io.checkpoint import CheckpointError, Checkpoints, committed, newest_record
 from sprl.io.config_file import check_config, config_differences, read_config, write_config
 from sprl.io.files import local_folder
 from sprl.io.huggingface import WeightsError, check_free
@@ -144,6 +144,8 @@ def setup(
   check_caches_fit(run, layout, model.engine_meshes)
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   own = checksums(run)
+  if inputs.environment is not None:
+    own[f'environment {run.task.name}'] = graders.of_callable(inputs.environment)
   check_alike('settings', settings.to_dict(run) | here | own, team)
   first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
   model = model.at(first_start)
@@ -159,6 +161,7 @@ def setup(
   chosen, defaults = settings.to_dict(run), settings.to_dict(Run())
   may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
   team.broadcast('config', lambda: check_config(workdir, chosen, may_change, defaults))
+  team.broadcast('log', lambda: len(read_metrics(workdir)))  # a damaged log is an error now, not when all is loaded
   rollouts.check(team.broadcast('prompts', lambda: saved_prompts(workdir)), workdir)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
   done = max(saved, default=0)
@@ -187,7 +190,7 @@ def setup(
       )
     facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
     add_start(workdir, origin, first_start, facts | {'graders': sources, 'rows': rollouts.state().get('rows')})
-  stack.callback(checkpoints.close)
+  stack.push(partial(close_checkpoints, checkpoints))
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
   learner, state = open_learner(run, model, layout, checkpoints, saved, rollouts, eval_set, origin, team)
@@ -229,6 +232,16 @@ def setup(
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session
+
+
+def close_checkpoints(checkpoints: Checkpoints, kind: Any, error: BaseException | None, traceback: Any) -> None:
+  """Close the checkpoints at the end of a run. If another error ends it, an error of the last save is only logged."""
+  try:
+    checkpoints.close()
+  except CheckpointError as failed:
+    if error is None:
+      raise
+    log.error('%s', failed)
 
 
 def saved_prompts(workdir: Path) -> dict[str, Any]:

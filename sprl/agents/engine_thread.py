@@ -127,9 +127,10 @@ class EngineThread:
     finally:
       with self._changed:
         left, self._jobs = self._jobs, {}
-      for job in left.values():
-        job.tell(self.error or RuntimeError('the server ends'))
       self.ended.set()
+      for job in left.values():
+        with contextlib.suppress(RuntimeError):  # the server's loop has ended
+          job.tell(self.error or RuntimeError('the server ends'))
 
   def _turn(self) -> bool:
     """Decode one chunk. Returns False at the end."""

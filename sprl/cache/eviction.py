@@ -47,16 +47,16 @@ class View:
   position: Int[Array, 'K S']  # absolute position of each slot; slots from n on: any
   q: Float[Array, 'K G A D']  # with `queries`: the last A queries, in any order
   q_position: Int[Array, ' A']  # with `queries`: their positions; -1: the row has had fewer than A queries
-  carried: Float[Array, 'K S']  # with `carries` or `accumulates`: the stored number of each slot; gkv: -1 means no history yet
+  carried: Float[Array, 'K S']  # with `carries` or `accumulates`: the number of each slot; gkv: -1 means no history yet
   v: Float[Array, 'K S D']  # values, dequantised, in any dtype; slots from n on may hold any finite number
   kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of the comparison of keys
 
 
 class Scored(NamedTuple):
-  """The score of each slot, and the number that the method stores for it until the next compression."""
+  """The score of each slot, and the number that the method stores for it until the next compression; None: it stores none."""
 
   score: Float[Array, 'K S']  # higher is kept
-  carried: Float[Array, 'K S']
+  carried: Float[Array, 'K S'] | None
 
 
 class Method(NamedTuple):

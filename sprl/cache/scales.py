@@ -25,8 +25,8 @@ class Scales(NamedTuple):
 
 
 def from_amax(amax: Float[np.ndarray, '3 L'], divisors: tuple[float, float, float]) -> Scales:
-  """Return the scales amax / divisor for q, k and v. A scale is 1 where amax is 0, that is where nothing was seen."""
-  q, k, v = np.where(amax > 0, amax / np.array(divisors, np.float32)[:, None], 1).astype(np.float32)
+  """Return the scales amax / divisor for q, k and v. A scale is 1 where amax is 0: nothing was seen. NaN stays NaN."""
+  q, k, v = np.where(amax == 0, 1, amax / np.array(divisors, np.float32)[:, None]).astype(np.float32)
   return jax.device_put(Scales(q, k, v))
 
 

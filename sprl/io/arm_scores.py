@@ -92,16 +92,20 @@ def score(arm: Arm) -> Score:
 def difference(arm: Arm, other: Arm) -> Difference | None:
   """Return how much an arm scores above another one, for the seeds that both have; None if no two runs are comparable.
 
-  Several runs of a seed count as their mean. The newest evaluations may be of a later step than the score, if a run has ended
-  early or goes on; `of` then names the step.
+  If some of these seeds are not comparable, the numbers are NaN, and `of` counts them: often these runs ended early because they
+  failed, and the others would look better without them. Several runs of a seed count as their mean. The newest evaluations may be
+  of a later step than the score, if a run of another seed has ended early or goes on; `of` then names the step.
   """
   ours, theirs = by_seed(arm), by_seed(other)
-  of_seeds, steps = [], set()
-  for seed in ours.keys() & theirs.keys():
+  of_seeds, steps, both = [], set(), ours.keys() & theirs.keys()
+  for seed in both:
     found = [comparable(*runs) for runs in product(ours[seed], theirs[seed])]
-    if scored := [each for each in found if each]:
+    scored = [each for each in found if each]
+    if len(scored) == len(found):
       of_seeds.append(scored)
       steps.add(ours[seed][0].newest.get('step'))
+  if 0 < len(of_seeds) < len(both):
+    return Difference(np.nan, np.nan, np.nan, f'{len(of_seeds)} of {len(both)} seeds are comparable')
   problems = sorted(set.intersection(*(set(each) for scored in of_seeds for each in scored))) if of_seeds else []
   if not problems or len(steps) > 1:
     return None

@@ -109,9 +109,16 @@ def read_runs(workdirs: Sequence[Path], setting: str) -> list[Recorded]:
 
 
 def inputs_of(workdir: Path) -> dict[str, str]:
-  """Return the checksums that the last start of a run recorded: of a user's functions, and of rows that are in no file."""
-  last = (read_starts(workdir)['starts'] or [{}])[-1]
+  """Return what the starts of a run recorded beside its settings.
+
+  That are the run whose weights it began with, and checksums of a user's functions and of rows that are in no file. The digits at
+  the end of a run's name count as a seed: `sft-0` and `sft-1` give the same.
+  """
+  starts = read_starts(workdir)
+  last, origin = (starts['starts'] or [{}])[-1], starts['from']
   rows = {'rows': last['rows']} if last.get('rows') else {}
+  if origin is not None:
+    rows['weights'] = f'{origin["workdir"].rstrip("0123456789")}:{"best" if origin.get("best") else origin["step"]}'
   folder = last.get('folder', '')
   files_of = {
     name: os.path.abspath(os.path.join(folder, os.path.expanduser(name))) if split_reference(name) else name

@@ -92,11 +92,16 @@ class Checkpoints:
   def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None, measure: str = '') -> None:
     """Start a checkpoint of `step`. Returns as soon as `arrays`, a pytree of jax arrays, may be donated.
 
-    Waits for the previous save, and raises its error if it failed. `extra` must be valid JSON. If `step` was just saved or
-    restored, there are no new arrays: only a score that the checkpoint lacks is added, with `extra`. `measure` names how it was
-    measured.
+    Waits for the previous save. If that failed, its error is logged, and this save is waited for too: it raises its own error.
+    `extra` must be valid JSON. If `step` was just saved or restored, there are no new arrays: only a score that the checkpoint
+    lacks is added, with `extra`. `measure` names how it was measured.
     """
-    self.wait()
+    failed = False
+    try:
+      self.wait()
+    except CheckpointError as error:
+      failed = True
+      _log.error('%s; step %d is saved now', error, step)
     score = score if score is not None and math.isfinite(score) else None
     if step == self._current:
       if score is not None and self._team.leads:
@@ -118,6 +123,8 @@ class Checkpoints:
     with _named(draft):
       self._orbax.save(draft / 'arrays', args=ocp.args.PyTreeSave(flat))
     self._pending = self._thread.submit(self._commit, draft, record)
+    if failed:
+      self.wait()
 
   def wait(self) -> None:
     """Wait until the last save is committed. Raises its error if it failed."""
@@ -186,10 +193,15 @@ class Checkpoints:
 
   def _commit(self, draft: Path, record: dict[str, Any]) -> None:
     """Do steps 2 to 4 of a save, on the background thread."""
-    with _named(draft):
-      self._orbax.wait_until_finished()
+    try:
+      with _named(draft):
+        self._orbax.wait_until_finished()
+        if self._team.leads:
+          self._seal(draft, record)
+    except CheckpointError:
       if self._team.leads:
-        self._seal(draft, record)
+        _remove(draft)  # the disk may be full
+      raise
     self._current = record['step']
 
   def _seal(self, draft: Path, record: dict[str, Any]) -> None:

@@ -168,7 +168,8 @@ def comparison_html(arms: Sequence[Arm], rows: Sequence[ArmRow]) -> str:
     'A score is that of the newest evaluation that all runs of an arm have. Its interval covers other problems; for an arm with '
     'several seeds it covers other seeds. A difference is that from the first arm, for the same seeds and problems. Its interval '
     'covers other problems and, with two seeds or more, other seeds. It is empty where the newest evaluations cannot be paired: '
-    'after other numbers of steps, of other problems, with other settings of evaluation, or not in a checkpoint.'
+    'after other numbers of steps, of other problems, with other settings of evaluation, or not in a checkpoint. One seed that '
+    'cannot be paired, for example because its run stopped early, empties the difference.'
   )
   of_arms_ = note('An arm of several runs is drawn as their mean, between their least and largest values.')
   smoothed = note(f'A point is the mean over {window} steps.') if window > 1 else ''

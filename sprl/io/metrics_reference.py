@@ -177,7 +177,6 @@ METRICS: dict[str, str] = {
   'moe/load_entropy': 'Entropy of the loads over the entropy of an even load.',
   'moe/router_entropy': "Mean entropy of the router's distributions, over the entropy of a uniform one.",
   'moe/unused': 'Mean number of experts that no token used.',
-  'moe/dropped': 'Share of the assignments that no expert computed. Always 0: experts have no capacity limit.',
   'moe/balance_loss': 'Load-balance loss of all tokens. 1 for an even load.',
   # --- ledger -----------------------------------------------------------------------------------------------------------
   'ledger/{part}_mean': 'Mean of the entry over tokens. The mean of -`gap` estimates KL(sampler || learner).',

@@ -52,7 +52,7 @@ class TrainBatch:
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
   prompt: Int[Array, ' B']  # number of the sequence's prompt among those of the batch
-  place: Int[Array, 'B C']  # scored position of the token, among the Q * S * N / Q of its microbatch
+  place: Int[Array, 'B C']  # scored position of the token among the S * N of its microbatch, part by part, then shard by shard
   mask: Bool[Array, 'B C']  # tokens that the model wrote
   sampler_logp: Float[Array, 'B C']
   advantage: Float[Array, ' B']

@@ -62,8 +62,8 @@ class Learner:
   def pack(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrainBatch], dict[str, float]]:
     """Compute advantages and pack the trajectories into one batch for each minibatch, on the learner's devices.
 
-    Groups must be adjacent and in order. Returns the batches and the means of their `packing/` metrics. A minibatch whose groups
-    were all filtered out has no batch.
+    Groups must be adjacent and in order. Returns the batches, the means of their `packing/` metrics and, with
+    `advantage.overlong`, `reward/overlong_penalty`. A minibatch whose groups were all filtered out has no batch.
     """
     run, self.seconds = self.run, {}
     with self._on_its_devices('pack'):

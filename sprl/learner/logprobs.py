@@ -1,4 +1,4 @@
-"""Dense scoring: the log-prob of every sampled token under given weights, from packed rows to [B, C] arrays."""
+"""Scoring: the log-prob of every sampled token under given weights, from packed rows to [B, C] arrays."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -104,9 +104,9 @@ def scale_by_adam(b1: float, b2: float, eps: float, dtype) -> optax.GradientTran
   """Return optax.scale_by_adam with both moments held in `dtype`, float32 or bfloat16.
 
   optax can hold the first moment in bfloat16, rounded to nearest, which b1 tolerates. The second moment v changes by
-  (1 - b2) (g^2 / v - 1) of itself. At b2 = 0.999 no g^2 in [0, 3 v] exceeds the half step of bfloat16, 1/512, and v would stay
-  at its largest value. Stochastic rounding keeps its mean right. The random numbers depend only on the count of updates, so a
-  resumed run rounds in the same way. Steps are computed from the rounded moments.
+  (1 - b2) (g^2 / v - 1) of itself. At b2 = 0.999 no g^2 in [0, 2.9 v] exceeds the half step of bfloat16, 1/512, and v would
+  stay at its largest value. Stochastic rounding keeps its mean right. The random numbers depend only on the count of updates, so
+  a resumed run rounds in the same way. Steps are computed from the rounded moments.
   """
   inner: Any = optax.scale_by_adam(b1, b2, eps, mu_dtype=dtype)
 

@@ -21,7 +21,6 @@ class Balance(NamedTuple):
   load: Float32[Array, 'M X']  # tokens that used each expert
   probability: Float32[Array, 'M X']  # router's probability of each expert
   entropy: Float32[Array, ' M']  # entropy of the router's distribution, in nats
-  assigned: Float32[Array, ' M']  # assignments of a token to an expert
   tokens: Float32[Array, ' M']  # tokens
 
 
@@ -66,7 +65,6 @@ def balance_of(
     load=jnp.zeros(probabilities.shape[-1]).at[chosen.reshape(-1)].add(weight.reshape(-1)),
     probability=jnp.einsum('btx,bt->x', probabilities, real),
     entropy=jnp.sum(_entropy(jax.lax.stop_gradient(probabilities)) * real),
-    assigned=jnp.sum(weight),
     tokens=jnp.sum(real),
   )
 
@@ -93,7 +91,6 @@ def balance_metrics(balance: Balance) -> dict[str, Float32[Array, '']]:
   moe/load_entropy     entropy of the loads
   moe/router_entropy   entropy of the router's distributions, averaged over tokens
   moe/unused           experts that no token used
-  moe/dropped          share of assignments that no expert computed; 0, because experts have no capacity limit
   moe/balance_loss     `balance_loss` of all tokens together
   """
   X, shares = balance.load.shape[-1], _shares(balance)
@@ -104,7 +101,6 @@ def balance_metrics(balance: Balance) -> dict[str, Float32[Array, '']]:
     'moe/load_entropy': jnp.mean(_entropy(shares)) / jnp.log(X),
     'moe/router_entropy': jnp.mean(balance.entropy / jnp.maximum(balance.tokens, 1)) / jnp.log(X),
     'moe/unused': jnp.mean(jnp.sum(balance.load == 0, axis=-1).astype(jnp.float32)),
-    'moe/dropped': 1 - jnp.sum(balance.load) / jnp.maximum(jnp.sum(balance.assigned), 1),
     'moe/balance_loss': balance_loss(balance),
   }
 

@@ -35,8 +35,8 @@ def mismatch(
   """Compare `logprobs.old` with `logprobs.sampler` over the tokens in `mask`, which the model wrote.
 
   `weights` and `survivors` are what `weigh` and `reject` return for the same log-probs; in bypass mode the weights of
-  `reinforce` are of the current policy. Means are over tokens, or over rows with
-  a token. Log ratios and KL estimates are in nats.
+  `reinforce` are of the current policy. Means are over tokens, or over rows with a token. Log ratios and KL estimates are in
+  nats.
 
   rollout_corr/
     kl, k3_kl                    mean of -log rho, and of k3(log rho) (eq. 37)
@@ -135,7 +135,7 @@ def _rejections(survivors, mask):
 def _agreement(log_rho, mask, settings):
   agreement = jnp.exp(-jnp.abs(log_rho))
   rows = mask.any(axis=1)
-  vetoed = catastrophic(log_rho, mask, settings.veto or 0.0)
+  vetoed = jnp.zeros_like(mask) if settings.veto is None else catastrophic(log_rho, mask, settings.veto)
   catastrophes = catastrophic(log_rho, mask, settings.veto or DEFAULT_VETO)
   return {
     'agreement_mean': mean(agreement, mask),

@@ -16,13 +16,13 @@ then 1, and the ratio has the gradient of `current`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.config import Loss, SettingsError
+from sprl.config import Aggregate, Loss, SettingsError
 from sprl.foreign import own_function
 from sprl.objective.correction import pooled
 from sprl.objective.masked import bounded_exp, k3
@@ -30,11 +30,12 @@ from sprl.types import LogProbs
 
 sg = jax.lax.stop_gradient
 KL_CLIP = 10.0  # bound on the KL estimate of a token
+DENOMINATORS = {'decoupled': 'old', 'bypass': 'sampler'}  # correction.mode -> the policy that the ratio of a loss is to
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTerms:
-  """Arguments of a loss variant. Only `logp` carries a gradient; all are 0 where the model wrote nothing."""
+  """Arguments of a loss variant. Only `logp` carries a gradient. Arrays [B, T] are 0 where the model wrote nothing."""
 
   logp: Float[Array, 'B T']  # under the weights being trained
   denominator: Float[Array, 'B T']  # log-prob of the policy that the ratio is to
@@ -177,10 +178,12 @@ def token_loss(
   the model wrote: ratios of sequences and segments are means over them, rejected tokens included, which `aggregation` leaves
   out of the sum. `weight` is `TokenWeights.weight`.
 
-  Raises ValueError if a log-prob that the mode needs is missing, and SettingsError if the variant's function returns anything but
-  three arrays [B, T], the last one of bool.
+  Raises ValueError for another mode, and if a log-prob that it needs is missing. Raises SettingsError if the variant's function
+  returns anything but three arrays [B, T], the last one of bool.
   """
-  other = 'old' if mode == 'decoupled' else 'sampler'
+  if mode not in DENOMINATORS:
+    raise ValueError(f'mode = {mode!r}: expected one of {", ".join(DENOMINATORS)}')
+  other = DENOMINATORS[mode]
   denominator = getattr(logprobs, other)
   if logprobs.current is None or denominator is None:
     raise ValueError(f'LogProbs.current and .{other} in mode {mode!r}: expected arrays, got None')
@@ -209,12 +212,19 @@ def kl(logprobs: LogProbs, estimator: str = 'k3') -> Float[Array, 'B T']:
   """Estimate KL(current || ref) of each token, clamped to 10 (eq. 30). Only `current` carries a gradient.
 
   With u = ref - current: k2 = u^2 / 2, k3 = e^u - 1 - u. (The gradient of k1 = -u is that of the log-prob, which is 0 in
-  expectation.) Raises ValueError if one of the two is missing.
+  expectation.) Raises ValueError for another estimator, and if one of the two log-probs is missing.
   """
   if logprobs.current is None or logprobs.ref is None:
     raise ValueError('LogProbs.current and .ref: expected arrays where loss.kl_coef is above 0, got None')
   u = sg(logprobs.ref) - logprobs.current
-  return jnp.minimum(u**2 / 2 if estimator == 'k2' else k3(u), KL_CLIP)
+  match estimator:
+    case 'k2':
+      estimate = u**2 / 2
+    case 'k3':
+      estimate = k3(u)
+    case _:
+      raise ValueError(f'estimator = {estimator!r}: expected k2 or k3')
+  return jnp.minimum(estimate, KL_CLIP)
 
 
 def aggregation(
@@ -242,8 +252,10 @@ def aggregation(
       denominator = (prompts * jnp.maximum(of_prompt[prompt], 1))[:, None]
     case 'seq-mean-token-sum':
       denominator = rows
-    case _:  # seq-mean-token-sum-norm
+    case 'seq-mean-token-sum-norm':
       denominator = rows * mask.shape[1]
+    case other:
+      raise ValueError(f'settings.aggregate = {other!r}: expected one of {", ".join(get_args(Aggregate))}')
   return surviving / denominator
 
 

@@ -65,8 +65,9 @@ def share(event: Bool[Array, 'B *T'], mask: Bool[Array, 'B *T']) -> Float[Array,
 
 
 def quantile(x: Float[Array, 'B T'], mask: Bool[Array, 'B T'], q: float) -> Float[Array, '']:
-  """Return quantile q in [0, 1] of x where the mask is set, linear between neighbours."""
-  return jnp.where(mask.any(), jnp.nanquantile(jnp.where(mask, x, jnp.nan), jnp.asarray(q, x.dtype)), 0)
+  """Return quantile q in [0, 1] of x where the mask is set, linear between neighbours. NaN if one of these is NaN."""
+  found = jnp.nanquantile(jnp.where(mask, x, jnp.nan), jnp.asarray(q, x.dtype))
+  return jnp.where((mask & jnp.isnan(x)).any(), jnp.nan, jnp.where(mask.any(), found, 0))
 
 
 def runs(mask: Bool[Array, 'B T']) -> Int[Array, 'B T']:

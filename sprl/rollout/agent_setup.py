@@ -23,6 +23,7 @@ from sprl.rollout.episodes import Episode, Limits
 from sprl.rollout.interfaces import WorkersLike
 from sprl.rollout.prompts import seeds, shuffled
 from sprl.tasks import tables
+from sprl.tasks.problems import digest
 from sprl.types import Trajectory
 
 AGENT_OPTIONS = {'python': None, 'port': 0}  # keys of task.args that the agent does not get
@@ -125,6 +126,11 @@ def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:
   shipped = Path(agents.__file__).parent / 'from_verifiers.py'
   agent = f'{shipped}:agent' if task.name == 'verifiers' else str(expanded(task.name).absolute())
   return Program(agent, args, options['python']), options
+
+
+def agent_digest(task: Task, split: str) -> int:
+  """Return the checksum of the rows of a split; 0 without a file."""
+  return 0 if task.path is None else digest(agent_data(task, split))
 
 
 def agent_data(task: Task, split: str) -> Sequence[Mapping[str, Any]]:

@@ -123,41 +123,39 @@ class Scheduler:
       live.close()
     return finished
 
-  def sync(self, weights: Sequence[Any]) -> None:
+  def sync(self, weights: Sequence[Any], stopped: Callable[[], Any] = lambda: False) -> None:
     """Give new weights to each engine after an update (docs/methods/async.md, Weight synchronisation).
 
-    `weights` has one entry per engine.
+    `weights` has one entry per engine. `stopped` is that of `quiesce`.
     """
     with self.timeline.span('controller', 'sync'):
       for number in self.window.expired():
         self._drop(number, 'expired')
-      self.quiesce()
+      self.quiesce(stopped)
       self.window.advance()
       for engine, its_weights in zip(self.engines, weights, strict=True):
         engine.swap(its_weights, self.window.version)
 
-  def quiesce(self) -> None:
+  def quiesce(self, stopped: Callable[[], Any] = lambda: False) -> None:
     """Wait for the chunks under way and prepare the engines for new weights, by `rollout.sync`.
 
     recompute   aborts the running requests and queues each of them again, with the tokens that it has drawn
-    drain       waits until all requests of the engines have ended, queued ones too; no other one goes to them meanwhile
+    drain       waits until all requests of the engines have ended, queued ones too; no other one goes to them meanwhile. Once
+                `stopped` is true, the rest is aborted as with recompute
     keep        leaves requests and caches as they are
 
     Except with keep, the caches that are kept between the turns of conversations are dropped.
     """
     self._collect(self._dispatcher.busy)
-    match self.settings.sync:
-      case 'recompute':
-        for engine in self.engines:
-          for completion in engine.abort():
-            self._interrupted(completion)
-      case 'drain':
-        self._draining = True
-        while self._dispatcher.load:
-          self.pump()
-        self._draining = False
+    if self.settings.sync == 'drain':
+      self._draining = True
+      while self._dispatcher.load and not stopped():
+        self.pump()
+      self._draining = False
     if self.settings.sync != 'keep':
       for engine in self.engines:
+        for completion in engine.abort():  # with drain none, unless `stopped` ended it
+          self._interrupted(completion)
         engine.forget()
 
   def pump(self, patience: float = 1.0) -> None:
@@ -198,7 +196,7 @@ class Scheduler:
   def state(self) -> dict[str, Any]:
     """Return the state for a checkpoint, as JSON. Live groups start again after a resume: none is lost or trained on twice."""
     live = sorted({*self._groups, *self._again})
-    return {**self.window.state(), 'next': self.next, 'live': live, **self._tally.state(len(self._groups))}
+    return {**self.window.state(), 'next': self.next, 'live': live, **self._tally.state()}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue from a state, before the first turn."""
@@ -221,13 +219,14 @@ class Scheduler:
     waiting = self._tickets.values()
     opening = sum(isinstance(each, Member) and each.asked is None for each in waiting)  # their first requests come soon
     while not self._dispatcher.queued and self._dispatcher.room > opening and self._may_start():
-      number = self._again.pop(0) if self._again else self.next
+      known = bool(self._again)
+      number = self._again.pop(0) if known else self.next
       self.next = max(self.next, number + 1)
       group = self._groups[number] = LiveGroup(number, self.window.start(number).start_version, self.now())
       size = self.settings.group + self.settings.extra_members
       uids = range(number * size, (number + 1) * size)
       group.members = [Member(group, uid, self.source.episode(number, uid, 0)) for uid in uids]
-      self.counts['started'] += 1
+      self.counts['started'] += not known  # it counted when it first started
       started += 1
       for member in group.members:
         if number in self._groups:  # a failure of another member may have dropped the group

@@ -22,7 +22,7 @@ from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.model import Model
 from sprl.rollout import collect
-from sprl.rollout.agent_setup import begin_agents, check_agents
+from sprl.rollout.agent_setup import agent_digest, begin_agents, check_agents
 from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, BroadcastSource, BroadcastWorkers, across
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
@@ -179,6 +179,7 @@ class RolloutSetup:
     opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, columns, digest)
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
+      opened = replace(opened, digest=agent_digest(run.task, 'train'))
     if run.task.kind == 'environment' and team.leads:
       with _closed_at_the_end(opened._conversations(run.sampling.max_tokens, None)) as source:
         _check_first_observation(run, source)
@@ -215,8 +216,9 @@ class RolloutSetup:
 
   def _asked(self, workers: WorkersLike, source: Source, different: int | None) -> EvalSet:
     """Return the held-out groups of environments or agents: none twice, if it is known how many are `different`."""
-    problems = self.run.eval.problems
-    return EvalSet(source, workers, problems if different is None else min(problems, different), different=different)
+    count = self.run.eval.problems if different is None else min(self.run.eval.problems, different)
+    rows = agent_digest(self.run.task, 'test') if self.run.task.kind == 'agent' else 0
+    return EvalSet(source, workers, count, different=different, digest=rows)
 
   def _with_sets(self, enter: Callable[[Any], Any], own: EvalSet | None) -> EvalSet:
     """Return `own`, the groups of the task itself (None: they are problems), with the sets of problems beside it."""

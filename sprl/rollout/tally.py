@@ -44,11 +44,10 @@ class Tally:
     self.counts: Counter[str] = Counter()
     self.recent = _Recent()
 
-  def state(self, live: int) -> dict[str, Any]:
-    """Return the state for a checkpoint, as JSON. The `live` groups are left out: they count when they start again."""
-    counts = self.counts - Counter(started=live)
+  def state(self) -> dict[str, Any]:
+    """Return the state for a checkpoint, as JSON."""
     samples = [list(astuple(sample)) for sample in self.recent.samples]
-    return {'counts': dict(counts), 'before': dict(self.recent.before), 'samples': samples}
+    return {'counts': dict(self.counts), 'before': dict(self.recent.before), 'samples': samples}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue from a state. Times are not part of it."""

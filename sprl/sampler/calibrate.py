@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.key_bias import KeyBias, reach
 from sprl.cache.layout import CacheLayout
@@ -57,11 +57,11 @@ class CalibratingAttention:
 
   inner: Attention
   amax: Float[Array, '3 L']
-  real: Float[Array, 'B T']  # 1 on tokens, 0 on padding, which does not count
+  real: Bool[Array, 'B T']  # False on padding, which does not count
   bias: KeyBias | None = None  # how the cache stores keys; None: without regard to their bias
 
   @classmethod
-  def around(cls, inner: Attention, layers: int, real: Float[Array, 'B T'], bias=None) -> 'CalibratingAttention':
+  def around(cls, inner: Attention, layers: int, real: Bool[Array, 'B T'], bias=None) -> 'CalibratingAttention':
     """Return a calibrating attention around `inner` that has seen nothing."""
     return cls(inner, jnp.zeros((3, layers)), real, bias)
 
@@ -75,7 +75,7 @@ class CalibratingAttention:
   ):
     """Return the output of the inner attention, and this object with the layer's largest values updated."""
     stored = k if self.bias is None else self.bias.centred(layer, k)
-    real = self.real[..., None, None] > 0
+    real = self.real[..., None, None]
     largest = [jnp.max(jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0)) for x in (q, stored, v)]
     out, inner = self.inner.attend(layer, q, k, v, sliding_window)
     return out, dataclasses.replace(self, inner=inner, amax=self.amax.at[:, layer].max(jnp.stack(largest)))
@@ -107,7 +107,7 @@ def amax(
 
   def body(i, found):
     inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels, positions[i])
-    attention = CalibratingAttention.around(inner, layout.layers, (segments[i] > 0).astype(jnp.float32), bias)
+    attention = CalibratingAttention.around(inner, layout.layers, segments[i] > 0, bias)
     weights = tie_to_iteration(params, i)
     out = transformer.forward(graphdef, weights, tokens[i], positions[i], attention, layout.dtype, kernels=layout.kernels)
     return found.at[i].set(out.attention.amax)

@@ -243,9 +243,10 @@ class AsyncProcess:
             raise ValueError('malformed answer')
     except (OSError, EOFError, ValueError):
       self._child.kill()
-    except Exception as error:  # the service cannot be pickled
+    except Exception as error:  # the service cannot be pickled, or a reply is nested too deep
       self._child.kill()
-      self.ready.set_exception(error)
+      if not self.ready.done():
+        self.ready.set_exception(error)
     with self._lock:
       self._over = self._child.last_words()
       lost, self._pending = list(self._pending.values()), {}

@@ -50,6 +50,7 @@ class GraderSpec:
   kind: str  # math, gsm8k, numeric, exact, code, judge, reasoning_gym, file, function
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
+  source: bytes = b''  # file: its content when the run began, also for workers that start later
   args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: of the data set; code: seconds; judge: task.judge
   function: Callable[..., Any] | None = None  # function: a Python callable, which runs in a thread of this process
   groupwise: bool = False  # whether it grades all samples of a prompt at once
@@ -137,7 +138,8 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
   if not path.is_file():
     raise SettingsError(f'{where}: {path}: no such file')
   try:
-    module = ast.parse(path.read_bytes())
+    source = path.read_bytes()
+    module = ast.parse(source)
   except (SyntaxError, ValueError) as error:
     raise SettingsError(f'{where}: {path} is not Python: {error}') from error
   names = _names(module)
@@ -145,7 +147,7 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     has = sorted(node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     raise SettingsError(f'{where}: {path} has no {function}; it has {", ".join(has) or "no function"}')
   groupwise, asynchronous = _form(module, function)
-  return GraderSpec(task.grader, 'file', function, str(path), groupwise=groupwise, asynchronous=asynchronous)
+  return GraderSpec(task.grader, 'file', function, str(path), source, groupwise=groupwise, asynchronous=asynchronous)
 
 
 def from_function(function: Callable[..., Any], label: str = '') -> GraderSpec:
@@ -160,14 +162,19 @@ def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
   found = {}
   for spec in (reward.grader for reward in rewards):
     if spec.kind == 'file':
-      found[spec.label] = checksum(Path(spec.path).read_bytes())
+      found[spec.label] = checksum(spec.source)
     elif spec.function is not None:
-      try:
-        content = _content(spec.function)
-      except (ValueError, RecursionError):  # a closure that is not filled yet, or a value that contains itself
-        content = _source(spec.function)
-      found[spec.label] = checksum((content if isinstance(content, str) else repr(content)).encode())
+      found[spec.label] = of_callable(spec.function)
   return found
+
+
+def of_callable(function: Callable[..., Any]) -> str:
+  """Return a checksum of a function or class and of the simple values that it holds."""
+  try:
+    content = _content(function)
+  except (ValueError, RecursionError):  # a closure that is not filled yet, or a value that contains itself
+    content = _source(function)
+  return checksum((content if isinstance(content, str) else repr(content)).encode())
 
 
 def _content(of: Any) -> Any:
@@ -178,6 +185,8 @@ def _content(of: Any) -> Any:
   match of:
     case partial():
       return [_content(each) for each in (of.func, *of.args, *chain(*sorted(of.keywords.items())))]
+    case type():
+      return _source(of)
     case types.MethodType():
       return _content(of.__func__), _attributes(of.__self__)
     case types.FunctionType():
@@ -267,7 +276,7 @@ def load(spec: GraderSpec, columns: Collection[str] = ('answer',)) -> Callable[[
 
 
 def _from_file(spec: GraderSpec) -> Callable[..., Any]:
-  module = imported(Path(spec.path))
+  module = imported(Path(spec.path), spec.source)
   function = getattr(module, spec.name)
   if (is_groupwise(inspect.signature(function).parameters), is_async(function)) != (spec.groupwise, spec.asynchronous):
     raise TypeError(f'{spec.label}: a function with `completions`, or an `async def`, must be defined in this file by its name')
@@ -288,13 +297,16 @@ def math(prompt: str, completion: str, answer: str) -> float:
   """Return 1 if the last box equals the answer mathematically; without a box, if the text or its last expression does.
 
   Boxes with only `,`, `and` or `or` between them are one answer. If the answer is a letter, it is also read from `(C) 5` in a
-  box, and without a box from `Answer: C`, `The correct option is C` or `(C)` in the last line.
+  box, and without a box from `Answer: C`, `The correct option is C` or `(C)` in the last line. If the answer is in words, the
+  words must be equal: mathematics reads them as products of letters, in any order.
   """
   boxed = ', '.join(last_boxes(completion)) or None
   if boxed is not None and (value := number(_plain(boxed))) is not None and value == number(answer):
     return 1.0
   if (letter := _letter(answer)) and (chosen := _choice(completion) if boxed is None else _letter(boxed)):
     return float(chosen == letter)
+  if _is_worded(bare := _bare(answer)):
+    return float(_worded(_said(completion) if boxed is None else boxed) == _worded(bare))
   return float(_same_mathematics(boxed, completion, answer))
 
 
@@ -354,6 +366,25 @@ def _letter(text: str) -> str | None:
   return None if found is None else found[1] or found[2]
 
 
+def _worded(text: str) -> str:
+  """Return a text in small letters, without LaTeX's commands for text and without marks around it."""
+  return ' '.join(_LATEX_TEXT.sub(r' \1 ', text).casefold().split()).strip('#~$*_"\'`.,;:! ')
+
+
+def _is_worded(answer: str) -> bool:
+  r"""Whether an answer is in words: `\text{odd}` is, `abc`, a product, is not."""
+  text = _worded(answer)
+  return _TEXT.fullmatch(text) is not None or (_LATEX_TEXT.search(answer) is not None and _PHRASE.fullmatch(text) is not None)
+
+
+def _said(completion: str) -> str:
+  """Return what a completion without a box says in the end: its last tag, else the last line, from `answer is` on."""
+  if (tagged := last_tagged(completion)) is not None:
+    return tagged
+  line = marked(completion) or completion.rstrip().rpartition('\n')[2]
+  return _ANSWER.split(line[-_LONG:])[-1]
+
+
 def _is_endless(text: str) -> bool:
   """Whether a text has a tower of powers that takes too long to compute."""
   return any(more or len(low) > 4 or int(low) ** min(int(high[:2]), 20) > 10_000 for low, high, more in _TOWER.findall(text))
@@ -403,6 +434,8 @@ _CHOICE = re.compile(
   r'[\s*_]*\(?([A-J])[.)*_]*'
 )
 _OTHER_CHOICE = re.compile(r'\b(?i:answer|choice|option)\W+(?:(?i:is)\W+)?[A-J]\b')
+_PHRASE = re.compile(r"[a-z]{2,}(?:[ '-]+[a-z]+)*")
+_TEXT = re.compile(rf'(?!inf)(?:yes|no|(?=.*[a-z]{{4}}){_PHRASE.pattern})')  # four letters or more in a word: `abc` is a product
 _LONG = 1000  # characters of the longest expression: reading one takes a millisecond per character
 _TOWER = re.compile(r'\^\s*\{?\s*([0-9]+)\s*\^\s*\{?\s*([0-9]+)(\s*\^)?')  # powers of powers
 _PROSE = re.compile(r'(?<![A-Za-z])[A-Za-z]{2,}+\s+[A-Za-z]{2}|\n')  # two words, or two lines

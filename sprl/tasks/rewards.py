@@ -59,6 +59,14 @@ Grader = Callable[[Sample], Any]  # returns the score of a sample
 GroupGrader = Callable[[Sequence[Sample]], Any]  # returns the scores of the samples of one prompt
 
 
+_MEANS = {  # what parameters usually mean that have none of our names
+  **dict.fromkeys(('question', 'query', 'problem', 'instruction'), 'prompt'),
+  **dict.fromkeys(('response', 'solution_str', 'output', 'generation', 'prediction'), 'completion'),
+  **dict.fromkeys(('ground_truth', 'label', 'target', 'reference', 'gold'), 'answer'),
+  'data_source': 'data_source',
+}
+
+
 def is_groupwise(parameters: Collection[str]) -> bool:
   """Return whether a function with these parameters gets all completions of a prompt at once."""
   return PLURAL['completion'] in parameters
@@ -119,7 +127,7 @@ def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
   if len(required) != len(_ORDER) or any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required):
     return False
-  displaced = any(name in known and name != place for name, place in zip(required, _ORDER))
+  displaced = any((name if name in known else _MEANS.get(name, place)) != place for name, place in zip(required, _ORDER))
   first_two = required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
   return not (displaced or first_two or all(name in known for name in required))
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from sprl.cache import eviction
-from sprl.config import Advantage, Cache, Eviction, Loss, LossVariant, Run, SettingsError, to_dict
+from sprl.config import Advantage, Cache, Eviction, Loss, LossVariant, Run, SettingsError, Task, to_dict
 from sprl.config_reader import resolve
 from sprl.io.arms import inputs_of
 from sprl.io.config_file import read_located, write_config
@@ -109,6 +109,11 @@ def test_a_file_that_has_changed_since_it_was_imported_is_refused(mine):
     check_own_functions(run)
   mine.write_text(MINE)
   check_own_functions(run)
+
+
+def test_files_that_the_arguments_of_a_task_name_have_checksums(mine):
+  run = Run(task=Task(kind='environment', name='chat', args={'environment': f'{mine}:plain', 'other': 'x.py:none', 'n': 3}))
+  assert list(checksums(run)) == [f'{mine}:plain']
 
 
 def test_every_name_of_the_settings_has_a_function():

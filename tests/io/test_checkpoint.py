@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 
 import jax
@@ -268,6 +269,26 @@ def test_wait_raises_a_failed_write_which_can_be_repeated(folder, monkeypatch):
   checkpoints.save(1, tiny(1), {})
   checkpoints.wait()
   assert sorted(os.listdir(folder)) == ['step_000001']
+
+
+def test_the_save_after_a_failed_one_is_made_and_waited_for(folder, monkeypatch, caplog):
+  checkpoints = Checkpoints(folder, 1)
+
+  def fails(step):
+    with monkeypatch.context() as patch:
+      patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
+      checkpoints.save(step, tiny(step), {})
+      futures.wait([checkpoints._pending])
+
+  fails(1)
+  assert list(folder.iterdir()) == []  # the draft is deleted
+  checkpoints.save(2, tiny(2), {})
+  assert checkpoints.steps() == [2]
+  assert 'tmp-step_000001: cannot be written: disk full' in caplog.text
+  fails(3)
+  with pytest.raises(CheckpointError, match=r'tmp-step_000004: cannot be written: disk full'):
+    fails(4)
+  assert checkpoints.steps() == [2]
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sprl.io.comparison import comparison_html, number, score_table, score_text,
 from sprl.io.config_file import write_config
 from sprl.io.metrics import RunLog
 from sprl.io.paired import interval_of_one_run, paired_interval
-from sprl.io.starts import add_start
+from sprl.io.starts import Origin, add_start
 
 ATTACK = '</script><img src=x onerror="document.title = 1">'
 
@@ -39,6 +39,7 @@ def write_run(
   rows=None,
   numbers=None,
   prompt='',
+  origin=None,
 ):
   """Write the folder of a run that ended with these scores of its held-out problems."""
   settings = to_dict(Run())
@@ -47,7 +48,7 @@ def write_run(
     'task': {'rewards': rewards},
   }  # fmt: skip
   write_config(workdir, settings | {'seed': seed} | {name: settings[name] | changes[name] for name in changes})
-  add_start(workdir, None, '2026-01-01T00:00:00', {'graders': dict(graders), 'rows': rows, 'folder': '/x'})
+  add_start(workdir, origin, '2026-01-01T00:00:00', {'graders': dict(graders), 'rows': rows, 'folder': '/x'})
   log = RunLog(workdir, None)
   log.evaluation(0, {'eval/avg@k': 0.25, 'eval/low': 0.2, 'eval/high': 0.3})
   for step in range(1, steps + 1):
@@ -145,6 +146,15 @@ def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
   assert found == ['rows', 'x', 'x', 'y', 'source of python:r', 'checksum 1', 'checksum 2', 'checksum 1']
 
 
+def test_runs_that_began_with_the_weights_of_other_runs_are_other_arms(tmp_path):
+  """A seed may have its own first run: the digits at the end of its name do not count."""
+  origins = {'a-0': ('/r/sft-0', 9), 'a-1': ('/r/sft-1', 9), 'b-0': ('/r/sft-0', 8), 'c-0': ('/r/other', 9)}
+  for name, (folder, step) in origins.items():
+    write_run(tmp_path / name, [0.0], int(name[-1]), origin=Origin(Path(folder), step))
+  arms = compared(*(tmp_path / name for name in origins), write_run(tmp_path / 'd-0', [0.0]))
+  assert [[run.name for run in arm.runs] for arm in arms] == [['a-0', 'a-1'], ['b-0'], ['c-0'], ['d-0']]
+
+
 def test_the_folder_of_a_start_names_the_file_of_a_reward(tmp_path):
   given = [{'r.py:right': '1'}, {'/x/r.py:right': '1'}, {'../x/./r.py:right': '1'}]
   (arm,) = compared(*(write_run(tmp_path / f'a-{seed}', [0.0], seed, graders=each) for seed, each in enumerate(given)))
@@ -237,13 +247,19 @@ def test_an_older_evaluation_is_not_compared_in_place_of_the_newest(tmp_path):
 
 
 def test_a_difference_of_a_later_step_than_the_score_names_it(tmp_path):
-  runs = [write_run(tmp_path / f'dense-{seed}', [0.0, 0.5], seed, steps=4) for seed in (0, 1)]
-  runs += [
-    write_run(tmp_path / 'sparse-0', [1.0, 1.0], 0, 64, steps=4),
-    write_run(tmp_path / 'sparse-1', [1.0, 1.0], 1, 64, steps=2),
-  ]
-  dense, sparse = compared(*runs)
+  runs = [write_run(tmp_path / f'dense-{seed}', [0.0, 0.5], seed, steps=steps) for seed, steps in ((0, 4), (1, 2))]
+  dense, sparse = compared(*runs, write_run(tmp_path / 'sparse-0', [1.0, 1.0], 0, 64, steps=4))
   assert score_rows([dense, sparse])[1]['covers'] == '2 problems, after step 4'
+
+
+@pytest.mark.parametrize('runs', [((0, 4), (1, 2)), ((0, 4), (1, 4), (1, 2))])
+def test_a_seed_that_ended_early_is_not_left_out_of_a_difference(tmp_path, runs):
+  """A run that a guard stopped scores low. Without it the arm would look better than it is."""
+  dense = [write_run(tmp_path / f'dense-{seed}', [0.8, 0.8], seed, steps=4) for seed in (0, 1)]
+  sparse = [write_run(tmp_path / f'sparse-{seed}-{steps}', [steps / 4, 0.1], seed, 64, steps) for seed, steps in runs]
+  row = score_rows(compared(*dense, *sparse))[1]
+  assert np.isnan([row['difference'], row['difference_low'], row['difference_high']]).all()
+  assert row['covers'] == '1 of 2 seeds are comparable'
 
 
 def test_runs_of_a_seed_count_as_one_in_the_score(tmp_path):

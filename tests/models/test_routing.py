@@ -121,7 +121,7 @@ def test_balance_is_1_if_uniform_and_the_number_of_experts_at_worst():
   loss, metrics = both(Balance(*(np.array(x, np.float32) for x in ([[6] * 4], [[3] * 4], [12 * np.log(4)], [24], [12]))))
   assert float(loss) == pytest.approx(1)
   assert {name: round(float(x), 5) for name, x in metrics.items()} == {
-    'moe/load_max': 1, 'moe/load_max_worst': 1, 'moe/load_entropy': 1, 'moe/router_entropy': 1, 'moe/unused': 0, 'moe/dropped': 0,
+    'moe/load_max': 1, 'moe/load_max_worst': 1, 'moe/load_entropy': 1, 'moe/router_entropy': 1, 'moe/unused': 0,
     'moe/balance_loss': 1,
   }  # fmt: skip
   loss, metrics = both(Balance(*(np.array(x, np.float32) for x in ([[12, 0, 0, 0]], [[12, 0, 0, 0]], [0], [12], [12]))))

@@ -158,7 +158,9 @@ def test_a_rejection_does_not_count_as_a_correction_of_the_survivors():
 def test_a_nan_of_the_sampler_appears_in_the_metrics():
   x = batch(3)
   x['roll'][0, 0] = np.nan
-  assert np.isnan(metrics_of(x, Correction())['rollout_corr/kl'])
+  found = metrics_of(x, Correction())
+  assert np.isnan([found[f'rollout_corr/{name}'] for name in ('kl', 'abs_dlogp_p99')]).all()
+  assert np.isnan(found['sparse/agreement_p05'])
 
 
 # --- the update ------------------------------------------------------------------------------------------------------

@@ -312,6 +312,17 @@ def kl_of(current, ref, estimator='k3'):
   return np.asarray(found)[0, : len(current)]
 
 
+def test_unknown_names_are_refused():
+  ones, mask = np.ones((2, 3)), np.ones((2, 3), bool)
+  with pytest.raises(ValueError, match="estimator = 'k1': expected k2 or k3"):
+    kl_of(ones, ones, 'k1')
+  with pytest.raises(ValueError, match="aggregate = 'token_mean': expected one of seq-mean-token-mean, "):
+    coefficients(mask, mask, dataclasses.replace(Loss(), aggregate='token_mean'))
+  logprobs = LogProbs(sampler=jnp.zeros((2, 3)), old=jnp.zeros((2, 3)), current=jnp.zeros((2, 3)))
+  with pytest.raises(ValueError, match="mode = 'Decoupled': expected one of decoupled, bypass"):
+    token_loss(logprobs, Loss(), 'Decoupled', advantage=ones, reward=ones[:, 0], weight=ones, mask=jnp.asarray(mask))
+
+
 def test_kl_estimators_by_hand():
   log2 = math.log(2)  # u = -log 2, log 2
   for estimator, expected in {'k2': [log2**2 / 2] * 2, 'k3': [log2 - 0.5, 1 - log2]}.items():

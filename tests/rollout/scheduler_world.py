@@ -85,7 +85,7 @@ class World:
     assert w.consumed == len(self.consumed)
     counts = self.scheduler.counts
     fates = sum(counts[fate] for fate in ('consumed', 'filtered', 'failed', 'expired', 'surplus'))
-    assert counts['started'] == fates + len(self.scheduler._groups)
+    assert counts['started'] == fates + len({*self.scheduler._groups, *self.scheduler._again})
 
   def step(self, train=1.0):
     """Run one step of the controller: batch, training while rollouts continue, sync. Return the groups of the batch."""

@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,10 @@ from garbage import Held, no_collections
 
 from sprl.config import Run
 from sprl.distributed.team import ALONE
+from sprl.io.checkpoint import CheckpointError, Checkpoints
+from sprl.rollout.scheduler import Stalled
 from sprl.session import Pace, Pump, Session
-from sprl.train import train
+from sprl.train import close_checkpoints, train
 from sprl.types import Completion, Request, Trajectory
 
 
@@ -59,6 +62,62 @@ def test_an_error_of_the_learner_ends_the_rollouts_before_their_workers(monkeypa
   with pytest.raises(MemoryError, match='of the learner'):
     train(Run(), tmp_path)
   assert workers_ended == [False]
+
+
+class Saved(Session):
+  """A session that only saves, or fails to."""
+
+  def __init__(self, step, processes=1, fails=False):
+    self.state, self.team, self.fails, self.saves = SimpleNamespace(step=step), SimpleNamespace(processes=processes), fails, []
+
+  def save_whole(self):
+    if self.fails:
+      raise OSError('disk full')
+    self.saves.append(self.state.step)
+
+
+@pytest.mark.parametrize(
+  ('step', 'processes', 'error', 'saves'),
+  [
+    (3, 1, ValueError, [3]),
+    (3, 1, Stalled, [3]),
+    (0, 1, ValueError, []),  # nothing is done yet
+    (3, 2, Stalled, [3]),  # all processes raise it
+    (3, 2, ValueError, []),  # perhaps only one process has it, and a save waits for all
+  ],
+)
+def test_the_steps_before_an_error_of_rollouts_or_an_evaluation_are_saved(step, processes, error, saves):
+  session = Saved(step, processes)
+  with pytest.raises(error, match='of the rollouts'), session.saved_on_error():
+    raise error('of the rollouts')
+  assert session.saves == saves
+
+
+def test_an_error_of_the_save_does_not_hide_the_one_before_it(caplog):
+  with pytest.raises(ValueError, match='of the rollouts'), Saved(3, fails=True).saved_on_error():
+    raise ValueError('of the rollouts')
+  assert 'step 3 is not saved: OSError: disk full' in caplog.text
+
+
+def test_an_error_of_the_last_save_is_raised_alone_and_logged_beside_another(caplog):
+  class Failed(Checkpoints):
+    def __init__(self):
+      pass
+
+    def close(self):
+      raise CheckpointError('disk full')
+
+  def run(error):
+    with ExitStack() as stack:
+      stack.push(partial(close_checkpoints, Failed()))
+      if error is not None:
+        raise error
+
+  with pytest.raises(CheckpointError, match='disk full'):
+    run(None)
+  with pytest.raises(ValueError, match='a guard'):
+    run(ValueError('a guard'))
+  assert 'disk full' in caplog.text
 
 
 @pytest.mark.parametrize('ending', ['stop', 'end'])

@@ -80,7 +80,7 @@ def test_memory_sees_every_token_of_every_layer_and_no_padding(biased):
   rng = np.random.default_rng(0)
   means = tuple(jnp.asarray(rng.normal(size=(K, D)) * 30, jnp.float32) for _ in range(layers))
   bias = KeyBias(means, (None,) * layers) if biased else None
-  memory = CalibratingAttention.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
+  memory = CalibratingAttention.around(inner, layers, jnp.asarray(real), bias)
   assert isinstance(memory, Attention)
   expected = np.zeros((3, layers))
   rounds = []

@@ -275,10 +275,31 @@ def test_the_reason_of_a_long_message_keeps_file_line_and_function_within_its_li
 
 
 def test_graders_that_no_longer_load_end_the_run_by_name(tmp_path):
-  with grader_pool(spec(tmp_path), 1, 1.0, 1.0) as pool:
-    (tmp_path / 'mine.py').write_text('raise RuntimeError("edited amid the run")')
+  (tmp_path / 'neighbour.py').write_text('')
+  with grader_pool(spec(tmp_path, f'import neighbour\n{WILD}'), 1, 1.0, 1.0) as pool:
+    (tmp_path / 'neighbour.py').write_text('raise RuntimeError("edited amid the run")')
     with pytest.raises(SettingsError, match='edited amid the run'):
       grades(pool, 'exit 1', 'score 1')
+
+
+def test_workers_that_start_later_have_the_file_of_the_beginning(tmp_path):
+  with grader_pool(spec(tmp_path), 1, 1.0, 1.0) as pool:
+    (tmp_path / 'mine.py').write_text('def grade(completion):\n  return 0.25')
+    assert [grade.score for grade in grades(pool, 'score 1', 'exit 1', 'score 2')] == [1.0, 0.0, 2.0]
+
+
+def test_threads_refuse_a_file_that_this_process_imported_with_another_content(tmp_path):
+  with grader_pool(spec(tmp_path), 1, 1.0, 1.0, 'threads') as pool:
+    assert grades(pool, 'score 1')[0].score == 1.0
+  with pytest.raises(SettingsError, match=r'mine\.py has changed since this program imported it'):
+    grader_pool(spec(tmp_path, f'{WILD}\n'), 1, 1.0, 1.0, 'threads').__enter__()
+
+
+def test_a_graders_file_knows_where_it_is(tmp_path):
+  text = 'from pathlib import Path\n\ndef grade(completion):\n  return float((Path(__file__).parent / "words.txt").read_text())'
+  (tmp_path / 'words.txt').write_text('3')
+  with grader_pool(spec(tmp_path, text), 1, LIMIT, 1.0) as pool:
+    assert grades(pool, 'x') == [Grade(3.0, 'ok')]
 
 
 def test_leaving_the_pool_ends_its_processes(tmp_path):

@@ -82,6 +82,22 @@ from sprl.tasks.rewards import Sample
     (r'\boxed{3xy}', '3 xy', 1),  # xy is no unit
     (r'\boxed{3}', '3 xy', 0),
     ('C is wrong\nAnswer: B', 'C', 0),
+    *(
+      (said, 'Paris', 1)
+      for said in (r'\boxed{paris}', 'Paris', 'So\nThe answer is: **Paris**.', '<answer> Paris </answer>', '#### Paris')
+    ),
+    *((said, 'Paris', 0) for said in (r'\boxed{siraP}', 'Not Paris', 'Paris\nor London', 'Answer: Paris, perhaps', '')),
+    (r'\boxed{listen}', 'silent', 0),
+    ('on', 'no', 0),
+    ('The answer is: No.', 'no', 1),
+    (r'\boxed{York New}', 'New York', 0),
+    (r'\boxed{\text{New  York}}', 'New York', 1),
+    (r'\boxed{Evelyn}', r'\text{Evelyn}', 1),
+    (r'\boxed{ddo}', r'\text{odd}', 0),
+    (r'\boxed{odd}', r'\text{odd}', 1),
+    (r'\boxed{\text{no solution}}', 'no solution', 1),
+    (r'\boxed{\infty}', 'infinity', 1),
+    (r'\boxed{bac}', 'abc', 1),  # a product
   ],
 )
 def test_scores_of_math(completion, answer, score):
@@ -386,6 +402,18 @@ def test_the_checksum_of_a_users_grader_follows_its_source(tmp_path):
   assert found('def grade(completion): return 2') != first == found('def grade(completion): return 1')
   own = graders.rewards(Task(grader='python:own'), {'own': lambda completion: 1.0})
   assert list(graders.checksums(own)) == ['python:own']
+
+
+def test_an_edited_class_has_another_checksum():
+  class Lake:
+    size = 3
+
+  first = Lake
+
+  class Lake:
+    size = 4
+
+  assert graders.of_callable(first) == graders.of_callable(first) != graders.of_callable(Lake)
 
 
 def test_callables_that_hold_other_values_have_other_checksums():

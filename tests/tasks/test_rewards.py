@@ -75,6 +75,23 @@ def test_a_column_in_any_other_place_prevents_a_call_by_position(function):
     for_samples(function, ROW)
 
 
+@pytest.mark.parametrize(
+  ('function', 'name'),
+  [
+    (lambda response, ground_truth, question: 0.0, 'response'),
+    (lambda question, ground_truth, response: 0.0, 'question'),
+    (lambda data_source, solution_str, ground_truth, extra_info=None: 0.0, 'data_source'),  # of verl
+  ],
+)
+def test_usual_names_in_another_order_prevent_a_call_by_position(function, name):
+  with pytest.raises(TypeError, match=f"wants '{name}'"):
+    for_samples(function, ROW)
+
+
+def test_usual_names_in_the_order_of_the_arguments_are_called_by_position():
+  assert for_samples(lambda query, response, target: (query, response, target), ROW)(SAMPLE) == ('how many?', 'seven', '7')
+
+
 def test_a_decorator_without_the_names_of_its_function_is_refused():
   def decorated(*args, **kwargs):
     return args, kwargs
