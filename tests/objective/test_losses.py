@@ -313,14 +313,14 @@ def kl_of(current, ref, estimator='k3'):
 
 
 def test_unknown_names_are_refused():
-  ones, mask = np.ones((2, 3)), np.ones((2, 3), bool)
+  ones, mask = np.ones(SHAPE), np.ones(SHAPE, bool)
   with pytest.raises(ValueError, match="estimator = 'k1': expected k2 or k3"):
-    kl_of(ones, ones, 'k1')
+    kl(LogProbs(**dict.fromkeys(('sampler', 'current', 'ref'), jnp.zeros(SHAPE))), 'k1')
   with pytest.raises(ValueError, match="aggregate = 'token_mean': expected one of seq-mean-token-mean, "):
     coefficients(mask, mask, dataclasses.replace(Loss(), aggregate='token_mean'))
-  logprobs = LogProbs(sampler=jnp.zeros((2, 3)), old=jnp.zeros((2, 3)), current=jnp.zeros((2, 3)))
+  logprobs = LogProbs(**dict.fromkeys(('sampler', 'old', 'current'), jnp.zeros(SHAPE)))
   with pytest.raises(ValueError, match="mode = 'Decoupled': expected one of decoupled, bypass"):
-    token_loss(logprobs, Loss(), 'Decoupled', advantage=ones, reward=ones[:, 0], weight=ones, mask=jnp.asarray(mask))
+    token_loss(logprobs, Loss(), 'Decoupled', advantage=ones, reward=ones[:, 0], weight=ones, mask=mask)
 
 
 def test_kl_estimators_by_hand():
