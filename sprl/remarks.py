@@ -40,8 +40,13 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
     )
   if run.rollout.equal_groups != 'train' and not run.advantage.within_groups:
     found.append(
-      f'config.rollout.equal_groups = {run.rollout.equal_groups!r} leaves out groups of which config.advantage.estimator = '
+      f'config.rollout.equal_groups = {run.rollout.equal_groups!r} leaves out groups from which config.advantage.estimator = '
       f'{run.advantage.estimator!r} learns'
+    )
+  if split_reference(run.loss.variant) and run.correction.mode == 'decoupled' and run.optimizer.updates == 1:
+    found.append(
+      f'config.loss.variant = {run.loss.variant!r}: with one update a batch and config.correction.mode = {run.correction.mode!r} '
+      "the ratio is 1 for every token. config.correction.mode = 'bypass' has the ratio to the sampler"
     )
   if (run.loss.variant, run.correction.mode) == ('reinforce', 'decoupled') and run.optimizer.updates > 1:
     found.append(

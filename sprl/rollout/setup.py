@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from sprl.cache.layout import CacheLayout
 from sprl.config import EPISODES, Run, SettingsError, Task, to_dict
 from sprl.distributed.team import ALONE, Team
@@ -360,9 +362,14 @@ def _closed_at_the_end(source: ConversationSource) -> Iterator[ConversationSourc
 def _check_first_observation(run: Run, source: Source) -> None:
   """Raise SettingsError if no environment can be reset, or if the first observation is longer than `sampling.max_prompt`."""
   try:
-    (first,) = prompts(source, 0, 1)
+    (first,), (again,) = prompts(source, 0, 1), prompts(source, 0, 1)
   except EnvironmentFault as error:
     raise SettingsError(f'config.task.name = {run.task.name!r}: no episode can begin: {error}') from error
+  if not np.array_equal(first, again):
+    log.warning(
+      'config.task.name = %r: two resets with the same seed gave different observations; the answers of a group are compared, so '
+      'equal seeds must give equal episodes', run.task.name,
+    )  # fmt: skip
   if len(first) > run.sampling.max_prompt:
     raise SettingsError(
       f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of the first '

@@ -41,7 +41,8 @@ def _table(task: Task, name: str) -> Table:
   path = expanded(task.path or '') / f'{name}.jsonl'
   if not path.is_file():
     expected = 'a folder with a file for each split, such as train.jsonl and test.jsonl'
-    raise SettingsError(f'config.task.path = {task.path!r}: expected {expected}; {path}: no such file')
+    one = "of one file, config.task.splits = ('train[:95%]', 'train[95%:]') holds out the last part"
+    raise SettingsError(f'config.task.path = {task.path!r}: expected {expected}; {path}: no such file; {one}')
   return Table((path,))
 
 
@@ -68,6 +69,8 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
 
 def _text(where: str, name: str, value: Any) -> str:
   plain = value.item() if isinstance(value, np.generic) else value
+  if value is None and name == 'answer':
+    raise SettingsError(f'{where}: no answer: expected text or a number; "answer": "" if the reward needs none')
   if not is_text(plain) or isinstance(plain, bool):
     raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
   return str(value)

@@ -546,6 +546,17 @@ def test_reinforce_without_a_ratio_in_several_updates_is_remarked(inputs, mode, 
   assert any('does not correct for the drift' in remark for remark in remarks(run, layout, 'reference', 512)) == remarked
 
 
+@pytest.mark.parametrize(
+  ('mode', 'minibatches', 'remarked'), [('decoupled', 1, True), ('decoupled', 2, False), ('bypass', 1, False)]
+)
+def test_a_loss_of_ones_own_whose_ratio_is_1_is_remarked(inputs, mode, minibatches, remarked):
+  changes = {'loss__variant': 'mine/losses.py:bounded', 'correction__mode': mode, 'optimizer__minibatches': minibatches}
+  changes['correction__level'] = None if mode == 'bypass' else 'token'
+  run = run_with(inputs, arm=None, **changes)
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  assert any('the ratio is 1 for every token' in remark for remark in remarks(run, layout, 'reference', 512)) == remarked
+
+
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
   for sampler, learner, expected in (
     ('none', 'w8a8', True),

@@ -313,7 +313,7 @@ def kl_of(current, ref, estimator='k3'):
 
 
 def test_unknown_names_are_refused():
-  ones, mask = np.ones(SHAPE), np.ones(SHAPE, bool)
+  ones, mask = jnp.ones(SHAPE), jnp.ones(SHAPE, bool)
   with pytest.raises(ValueError, match="estimator = 'k1': expected k2 or k3"):
     kl(LogProbs(**dict.fromkeys(('sampler', 'current', 'ref'), jnp.zeros(SHAPE))), 'k1')
   with pytest.raises(ValueError, match="aggregate = 'token_mean': expected one of seq-mean-token-mean, "):

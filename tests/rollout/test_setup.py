@@ -123,6 +123,17 @@ def test_process_0_finds_the_rewards_for_all(tmp_path):
   assert f"the function wants 'colour'; a reward may take {names}" in str(said[0])
 
 
+@pytest.mark.parametrize(('text', 'remarked'), [('seed', False), ('len(MADE) + next(COUNT)', True)])
+def test_an_environment_whose_equal_seeds_differ_is_warned_of(tmp_path, caplog, text, remarked):
+  write_tiny(tmp_path)
+  source = GAME.replace('{seed}', f'{{{text}}}').replace('MADE = []', 'import itertools\nMADE, COUNT = [], itertools.count()')
+  (tmp_path / 'game.py').write_text(source)
+  task = Task(kind='environment', name=f'{tmp_path / "game.py"}:Game', args={'greeting': 'Hello'}, chat=False)
+  run = Run(seed=3, steps=1, model=ModelSettings(str(tmp_path)), task=task, sampling=Sampling(max_prompt=256))
+  RolloutSetup.open(run, Tokenizer.load(tmp_path))
+  assert any('two resets with the same seed gave different observations' in said for said in caplog.messages) == remarked
+
+
 def test_only_process_0_makes_environments(tmp_path):
   """All processes know the first observations, in training and in evaluation."""
   write_tiny(tmp_path)

@@ -51,7 +51,7 @@ def test_the_test_split_is_a_separate_file(tmp_path):
     ('[1]', 'expected a JSON object, got list'),
     ({'answer': '1'}, 'got the keys answer'),
     ({'prompt': 'x', 'messages': [], 'answer': '1'}, 'either `prompt` or `messages`'),
-    ({'prompt': 'x'}, 'answer = None'),
+    ({'prompt': 'x'}, 'no answer: expected text or a number; "answer": "" if the reward needs none'),
     ({'prompt': 'x', 'answer': True}, 'answer = True'),
     ({'prompt': ['x'], 'answer': '1'}, "prompt = ['x']"),
     ({'prompt': 'x', 'answer': float('nan')}, 'answer = nan: expected text or a number'),
