@@ -93,7 +93,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   judge/NAME                 what the grader `judge` used
   env/NAME                   mean of a metric that environments or agents report for their episodes
   agent/NAME                 mean over the episodes of agents
-  completion/turns_cut       share of the answers of a conversation that end at `task.turn_tokens`, mean over the episodes
+  completion/turns_cut       share of the answers of a conversation that end at the limit of a turn, mean over the episodes
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """

@@ -270,7 +270,7 @@ class RolloutSetup:
     run, task = self.run, self.run.task
     assert task.name, 'checked with the settings'
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
-    limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
+    limits = Limits(task.turns, task.turn_tokens or limit, run.sampling.max_prompt, limit)
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
     split, rows = takes_split(task, self.inputs.environment), rows_of(sample)
     count = None if rows is None else different(rows, split)

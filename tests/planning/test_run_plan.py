@@ -119,7 +119,7 @@ def test_the_most_mfu_by_hand():
   assert f'MFU at most {found.most_mfu:.0%}' in as_text(found)
 
 
-@pytest.mark.parametrize('tokens', [8192, 32768])
+@pytest.mark.parametrize('tokens', [8192, pytest.param(32768, marks=pytest.mark.slow)])
 def test_updates_of_1_5b_may_reach_half_of_the_rate_of_an_h200(tokens):
   """The bound without recomputation. Rows of one answer each, with a prompt of 512 tokens."""
   run = dataclasses.replace(

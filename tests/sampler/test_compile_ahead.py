@@ -22,7 +22,7 @@ from sprl.sampler.weights import weights_function
     (Cache(), UNQUANTISED),
     (Cache(budget=10, interval=4, window=4), Quant(sampler='w8a8_kv8')),
     (Cache(method='h2o', budget=10, interval=4, window=4), UNQUANTISED),  # these two store a number for each slot
-    (Cache(method='gkv', budget=10, interval=4, window=4), UNQUANTISED),
+    pytest.param(Cache(method='gkv', budget=10, interval=4, window=4), UNQUANTISED, marks=pytest.mark.slow),
   ],
   ids=['dense', 'sparse fp8', 'h2o', 'gkv'],
 )

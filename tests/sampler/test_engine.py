@@ -1,9 +1,9 @@
 """Continuous batching: requests are added, finish, are aborted and continued, and weights change between chunks."""
 
 import dataclasses
-import time
 import weakref
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import pytest
 import tiny_engine
 from code_flips import flipped
 from garbage import no_collections
+from pools import ManualClock
 from tiny_engine import C, network, requests
 
 from sprl.cache.scales import from_amax, with_margin
@@ -383,34 +384,44 @@ def test_usage_counts_row_steps_and_tokens():
   assert 0 <= usage.host_overhead <= 1
 
 
-def test_usage_counts_the_time_of_the_host_but_not_of_the_learner():
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock of engines that each test sets."""
+  clock = ManualClock()
+  for module in ('engine', 'running'):
+    monkeypatch.setattr(f'sprl.sampler.{module}.time', SimpleNamespace(perf_counter=clock))
+  clock.time = 1.0
+  return clock
+
+
+def test_usage_counts_the_time_of_the_host_but_not_of_the_learner(clock):
   engine = engine_of(asked=requests()[:1])
   engine.dispatch()
   engine.collect()
-  before = engine.usage.busy
-  time.sleep(0.5)
+  clock.time += 3.0  # the host looks at the tokens
   engine.dispatch()
   engine.collect()
-  assert engine.usage.busy - before >= 0.5
-  before = engine.usage.busy
+  assert engine.usage.busy == 3.0
   engine.unload()
-  time.sleep(0.5)
+  clock.time += 5.0  # an update
   engine.swap(weights_of(), 1)
   engine.dispatch()
+  clock.time += 1.0
   engine.collect()
-  assert 0 < engine.usage.busy - before < 0.5
+  assert engine.usage.busy == 4.0
 
 
 @pytest.mark.parametrize('all_of_them', [True, False])
-def test_usage_counts_no_time_after_the_last_request_is_aborted(all_of_them):
+def test_usage_counts_no_time_after_the_last_request_is_aborted(all_of_them, clock):
   [request] = requests()[:1]
   engine = engine_of(asked=[request])
   engine.dispatch()
   engine.abort(None if all_of_them else [request.uid])
   engine.collect()
   before = engine.usage.busy
-  time.sleep(0.5)
+  clock.time += 5.0
   engine.add(request)
   engine.dispatch()
+  clock.time += 1.0
   engine.collect()
-  assert 0 < engine.usage.busy - before < 0.5
+  assert engine.usage.busy - before == 1.0

@@ -1,12 +1,12 @@
 """Resharding keeps the numbers and never moves them through the host. Checkpoints are restored onto other layouts."""
 
 import pytest
-from host_devices import on_devices
+from host_devices import FAST, on_devices
 
 
 @pytest.fixture(scope='module')
 def found():
-  return on_devices('resharded.py')
+  return on_devices('resharded.py', **FAST)
 
 
 def test_arrays_move_between_layouts_without_the_host(found):
