@@ -177,7 +177,7 @@ def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
 
 def experts_used(config: ModelConfig, rows: int) -> float:
   """Return the expected share of the experts that at least one row chooses, if all experts are equally likely."""
-  return 1 - (1 - config.experts.chosen / config.experts.count) ** rows if config.experts else 1.0
+  return 1 - (1 - config.experts.per_token / config.experts.count) ** rows if config.experts else 1.0
 
 
 def least_bytes(case: Case) -> float:

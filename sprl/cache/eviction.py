@@ -81,7 +81,7 @@ def method(name: str) -> Method:
   return found if isinstance(found, Method) else Method(own_function('config.cache.method', name, METHODS))
 
 
-def window(cache: Cache) -> int:
+def eviction_window(cache: Cache) -> int:
   """Return the number of newest tokens that a compression always keeps."""
   if cache.window is not None:
     return cache.window
@@ -204,4 +204,4 @@ def _occupied(view: View) -> Bool[Array, ' S']:
 
 def _old(view: View, cache: Cache) -> Bool[Array, ' S']:
   """Return the mask of the slots before the window, among which the method chooses."""
-  return jnp.arange(view.k.shape[1]) < view.n - window(cache)
+  return jnp.arange(view.k.shape[1]) < view.n - eviction_window(cache)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sprl.cache.eviction import method, window
+from sprl.cache.eviction import eviction_window, method
 from sprl.config import Cache, Kernels, Quant, SettingsError
 from sprl.kernels.rope import Rope
 from sprl.models.config import ModelConfig
@@ -63,7 +63,7 @@ class CacheLayout:
   @property
   def forgets(self) -> bool:
     """Whether a new token may take the place of an older one: an eviction, or a full ring, cannot be undone."""
-    return self.sparse or any(window is not None for window in self.sliding_windows)
+    return self.sparse or any(sliding is not None for sliding in self.sliding_windows)
 
   @property
   def full_layers(self) -> tuple[int, ...]:
@@ -76,8 +76,8 @@ class CacheLayout:
     A layer with a sliding window has a ring of its window (sprl/cache/ring.py). A cache with fewer slots than the layout's never
     holds more tokens than slots, so its rings need no more.
     """
-    slots, window = slots or self.slots, self.sliding_window(layer)
-    return slots if window is None else min(window, slots if slots < self.slots else self.positions)
+    slots, sliding = slots or self.slots, self.sliding_window(layer)
+    return slots if sliding is None else min(sliding, slots if slots < self.slots else self.positions)
 
   @property
   def slots(self) -> int:
@@ -88,7 +88,7 @@ class CacheLayout:
   @property
   def window(self) -> int:
     """The number of newest tokens that a compression always keeps."""
-    return window(self.settings)
+    return eviction_window(self.settings)
 
   @property
   def queries(self) -> int:
@@ -163,14 +163,14 @@ def cache_layout(
     key_bias=fp8 and config.qkv_bias,
     record=record,
     kernels=kernels,
-    routes=(len(experts.layers), experts.chosen, experts.count) if routes and experts else None,
+    routes=(len(experts.layers), experts.per_token, experts.count) if routes and experts else None,
     sliding_windows=config.sliding_windows,
   )
 
 
 def _fitted(cache: Cache, budget: int, prompt: int, completion: int) -> Cache:
   """Return the settings with an explicit window and a budget of at most the longest sequence."""
-  a = window(cache)
+  a = eviction_window(cache)
   sinks = cache.streaming.sinks if cache.method == 'streaming' else 0
   if budget <= a + sinks:
     kept = f'the window of {a} newest tokens' + (f' and {sinks} sinks' if sinks else '')

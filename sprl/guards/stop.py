@@ -37,7 +37,7 @@ MAX_CAPPED_STEPS = 2
 MAX_BAD_UPDATES = 3  # in a row
 
 
-def apart(metrics: Mapping[str, float]) -> bool:
+def policies_differ(metrics: Mapping[str, float]) -> bool:
   """Whether the KL of a step is that of two different policies."""
   kl = metrics.get('rollout_corr/kl', 0.0)
   return math.isfinite(kl) and abs(kl) > MAX_KL
@@ -47,12 +47,12 @@ class Streaks(NamedTuple):
   """Numbers of consecutive steps, up to the latest one."""
 
   capped: int = 0  # in which every response hit the length limit
-  apart: int = 0  # in which sampler and learner were `apart`
+  apart: int = 0  # in which sampler and learner were different policies
 
   def after(self, metrics: Mapping[str, float]) -> 'Streaks':
     """Return the numbers after one more step."""
     capped = metrics.get('completion/truncated') == 1
-    return Streaks(self.capped + 1 if capped else 0, self.apart + 1 if apart(metrics) else 0)
+    return Streaks(self.capped + 1 if capped else 0, self.apart + 1 if policies_differ(metrics) else 0)
 
 
 def sentinels(metrics: Mapping[str, float], run: Run, streaks: Streaks) -> list[str]:

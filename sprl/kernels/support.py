@@ -20,7 +20,7 @@ MOST_WORDS = 256  # in a record: 1 KiB per token
 BITS = 32  # in a word
 
 
-class Format(NamedTuple):
+class RecordFormat(NamedTuple):
   """The form of a record."""
 
   words: int  # W
@@ -37,7 +37,7 @@ def filtered(sampling: Sampling, vocab: int) -> bool:
   return sampling.top_p < 1 or sampling.min_p > 0 or (sampling.top_k is not None and sampling.top_k < vocab)
 
 
-def record_format(sampling: Sampling, vocab: int) -> Format | None:
+def record_format(sampling: Sampling, vocab: int) -> RecordFormat | None:
   """Return the form in which supports are recorded; None without filters.
 
   Raises SettingsError if a record would need more than MOST_WORDS words.
@@ -45,9 +45,9 @@ def record_format(sampling: Sampling, vocab: int) -> Format | None:
   if not filtered(sampling, vocab):
     return None
   mask = -(-vocab // BITS)
-  found = Format(mask, jnp.uint32)
+  found = RecordFormat(mask, jnp.uint32)
   if sampling.top_k is not None and sampling.top_k < mask:
-    found = Format(sampling.top_k, jnp.int32)
+    found = RecordFormat(sampling.top_k, jnp.int32)
   if found.words > MOST_WORDS:
     key = 'top_k' if sampling.top_k is not None else 'top_p' if sampling.top_p < 1 else 'min_p'
     wanted = f'at most {MOST_WORDS}' if key == 'top_k' else f'config.sampling.top_k of at most {MOST_WORDS} beside it'

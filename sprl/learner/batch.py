@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from sprl.config import Packing, Rollout, Sampling, SettingsError
-from sprl.kernels.support import Format
+from sprl.kernels.support import RecordFormat
 from sprl.sharding import transfer
 from sprl.sharding.rules import shardings
 from sprl.types import Trajectory
@@ -170,7 +170,7 @@ def pack(
     tokens_saved_by_sharing   tokens that separate prompts would add
   """
   support = trajectories[0].support if trajectories else None
-  batch = empty(shape, None if support is None else Format(support.shape[1], support.dtype))
+  batch = empty(shape, None if support is None else RecordFormat(support.shape[1], support.dtype))
   if trajectories and trajectories[0].evicted is not None:
     L, K, _ = trajectories[0].evicted.shape
     batch = replace(batch, evicted=np.zeros((shape.micros, shape.rows, L, K, shape.tokens), np.int32))
@@ -211,7 +211,7 @@ def _rows(values: np.ndarray, count: int) -> np.ndarray:
   return np.pad(values, (0, max(0, count - len(values))))
 
 
-def empty(shape: Shape, support: Format | None = None) -> TrainBatch:
+def empty(shape: Shape, support: RecordFormat | None = None) -> TrainBatch:
   """Return a batch of these sizes without tokens, as numpy arrays. `support` is the form of its supports, if it has any."""
   A, R, T, B, C, S = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns, shape.shards
   packed, scored, cells = (A, R, T), (A, S, R // S * T), (B, C)

@@ -60,7 +60,7 @@ class Experts:
   """The sizes of a model's mixtures of experts."""
 
   count: int  # X
-  chosen: int  # experts that a token uses
+  per_token: int  # experts that a token uses
   width: int  # F of an expert
   normalised: bool  # the gates of the chosen experts sum to 1; else they are the router's probabilities among all experts
   layers: tuple[int, ...]  # layers with experts instead of an MLP

@@ -46,7 +46,7 @@ from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import StraightThrough, dot, grouped_dot, operand, values
 from sprl.quant.joined import Joined, Within
-from sprl.sharding.rules import KEPT, all_gather, apart, axis_index, local, parts, psum, psum_scatter
+from sprl.sharding.rules import KEPT, all_gather, axis_index, local, parts, psum, psum_scatter, splits_over
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, quantised or StraightThrough weights
 AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
@@ -147,7 +147,7 @@ def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*
 # The gates are applied inside and the backward pass recomputes each block, so nothing between x and the sum is saved.
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mixture(weights: Weights, x, chosen, gates, kernels: Kernels):
-  spread, weights = apart('rows', len(x), by='expert'), _multiplied(weights)
+  spread, weights = splits_over('rows', len(x), by='expert'), _multiplied(weights)
 
   def own(weights, *rows):
     weights, (x, chosen, gates) = _together(weights, rows, spread)
@@ -162,7 +162,7 @@ def _forward(weights, x, chosen, gates, kernels):
 
 def _backward(kernels, saved, dy):
   weights, x, chosen, gates = saved
-  spread, multiplied = apart('rows', len(x), by='expert'), _multiplied(weights)
+  spread, multiplied = splits_over('rows', len(x), by='expert'), _multiplied(weights)
   if parts('rows', len(x)) < parts('rows', 0):  # 0 rows divide by every axis
     raise ValueError(f'{len(x)} tokens; a gradient needs a multiple of {parts("rows", 0)}, the devices that split rows')
 

@@ -283,7 +283,7 @@ class Mixture(nnx.Module):
     self.experts = ExpertMLPs(experts.count, E, experts.width)
     self.shared = MLP(E, experts.shared_width) if experts.shared_width else None
     self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
-    self.chosen, self.normalised = experts.chosen, experts.normalised
+    self.per_token, self.normalised = experts.per_token, experts.normalised
 
   def __call__(
     self, x: Float[Array, 'B T E'], routes: Int[Array, 'B T k'] | None, mask: Bool[Array, 'B T'] | None, kernels: Kernels
@@ -291,12 +291,12 @@ class Mixture(nnx.Module):
     """Return the output of the experts, and which they were. See `forward` for `routes` and `mask`."""
     with jax.named_scope('router'):
       distribution = probabilities(x, self.router.kernel.get_value())
-      chosen = replayed(checkpoint_name(top_experts(distribution, self.chosen), ROUTE), routes)
+      chosen = replayed(checkpoint_name(top_experts(distribution, self.per_token), ROUTE), routes)
       routing = LayerRouting(chosen, balance_of(distribution, chosen, mask))
       weights = gates(distribution, chosen, self.normalised)
     with jax.named_scope('experts'):
       experts = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
-      rows = (-1, self.chosen)
+      rows = (-1, self.per_token)
       tokens = x.reshape(-1, x.shape[-1])
       out = mixture(experts, tokens, chosen.reshape(rows), weights.reshape(rows), kernels).reshape(x.shape)
     if self.shared is not None and self.shared_gate is not None:

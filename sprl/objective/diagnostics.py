@@ -1,4 +1,4 @@
-"""Metrics of the mismatch between sampler and learner, and of the drift of the update (docs/methods/losses.md, eq. 35 to 44).
+"""Metrics of the mismatch between sampler and learner, and of the drift of the update (docs/methods/losses.md, eq. 35 to 43).
 
 `mismatch` gives `rollout_corr/...` and `sparse/...`, `policy_metrics` gives `policy/...`. Every metric is a finite scalar, also
 for rows and batches in which the model wrote nothing. A log-prob that is not finite does show, so that the guards stop the run.
@@ -8,8 +8,7 @@ KL alone misses some collapses for hundreds of steps. Also read the effective sa
 """
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from sprl.config import Correction
 from sprl.objective import masked
@@ -187,40 +186,3 @@ def policy_metrics(sums: Metrics) -> Metrics:
 def _ratio(a, b):
   """Return a / b, and 0 where b is 0."""
   return a / jnp.where(b == 0, 1, b) * (b != 0)
-
-
-# --- text (host) -----------------------------------------------------------------------------------------------------
-
-
-def repetition(tokens: Int[np.ndarray, ' C']) -> float:
-  """Return the length of the longest n-gram that occurs twice, over the length of the completion (eq. 44).
-
-  The two occurrences may overlap. Near 1 in an endless loop. O(C log^2 C).
-
-  A repeated n-gram contains repeated shorter ones, so bisection finds the longest. Grams of 2^k tokens are numbered by pairing
-  the numbers of two grams of 2^(k-1). A gram of n tokens is two overlapping grams: n = 7 is the grams of 4 at i and at i + 3.
-  """
-  length = len(tokens)
-  if length < 2:
-    return 0.0
-  numbers = [np.unique(tokens, return_inverse=True)[1]]
-  while 2 ** len(numbers) < length:
-    half = 2 ** (len(numbers) - 1)
-    numbers.append(np.unique(_pairs(numbers[-1], half, length), return_inverse=True)[1])
-
-  def repeats(n: int) -> bool:
-    k = n.bit_length() - 1
-    grams = _pairs(numbers[k], n - 2**k, length)
-    return len(np.unique(grams)) < len(grams)
-
-  low, high = 0, length - 1  # bounds of the longest repeated length
-  while low < high:
-    middle = (low + high + 1) // 2
-    low, high = (middle, high) if repeats(middle) else (low, middle - 1)
-  return low / length
-
-
-def _pairs(number, shift, length):
-  """Return one integer for the grams at i and i + shift together, wherever both exist."""
-  number = number.astype(np.int64)
-  return number[: len(number) - shift] * length + number[shift:]

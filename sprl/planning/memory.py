@@ -123,7 +123,7 @@ def _recorded(config: ModelConfig, run: Run, axes: MeshAxes) -> int:
   form, mixed = record_format(run.sampling, config.vocab_size), config.experts
   recorded = 0 if form is None else form.bytes // axes.sequence
   if mixed and run.model.router_replay != 'none':
-    recorded += len(mixed.layers) * mixed.chosen * route_dtype(mixed.count).itemsize
+    recorded += len(mixed.layers) * mixed.per_token * route_dtype(mixed.count).itemsize
   if run.masked_learner and run.cache.budget is not None:
     recorded += INT32 * config.num_layers * axes.heads(config)[1]
   return recorded
@@ -202,7 +202,7 @@ def _experts(config: ModelConfig, run: Run, tokens: int, axes: MeshAxes, backwar
   mixed, dtype = config.experts, accelerator_dtype(run)
   assert mixed is not None
   E, F = config.hidden_size, mixed.width // axes.tensor
-  chosen = jax.ShapeDtypeStruct((tokens * axes.expert, mixed.chosen), jnp.int32)
+  chosen = jax.ShapeDtypeStruct((tokens * axes.expert, mixed.per_token), jnp.int32)
   laid = jax.eval_shape(partial(blocks, experts=mixed.count // axes.expert), chosen).assignment
   rows = laid.size * E + chosen.size * E
   if run.model.kernels == 'mosaic_gpu' and grouped_matmul.obstacle((F, E), dtype, laid.shape[1]) is None:

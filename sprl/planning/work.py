@@ -84,7 +84,7 @@ def linear_weights(config: ModelConfig, axes: MeshAxes) -> int:
   With experts split over n devices, each device sends its tokens to the others: it multiplies as much as with all experts.
   """
   held = local_weights(config, MeshAxes(tensor=axes.tensor), jnp.float32)
-  share = config.experts.chosen / config.experts.count if config.experts else 1.0
+  share = config.experts.per_token / config.experts.count if config.experts else 1.0
   leaves = jax.tree_util.tree_flatten_with_path(transformer.layers(held))[0]
   return round(sum(size(w) * (share if len(w.shape) == 3 else 1) for path, w in leaves if path[-1].key == 'kernel'))
 
@@ -131,7 +131,7 @@ def decode_work(
     flops, moved = flops + count * cost.flops, moved + count * cost.bytes
   hidden, mixed, layers = b * rows * E, config.experts, held.weights - held.probe - table - held_head
   routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
-  unread = held.experts * (1 - mixed.chosen / mixed.count) ** (rows * axes.expert) if mixed else 0
+  unread = held.experts * (1 - mixed.per_token / mixed.count) ** (rows * axes.expert) if mixed else 0
   linears = 2 * linear_weights(config, axes) * rows
   parts = (
     Part(
@@ -209,7 +209,7 @@ def update_work(
   linears = 2 * linear_weights(config, axes) * N
   # The FP8 kernel runs in forward passes, also in those of the recomputation.
   codes = _kernel_on_codes(run, run.quant.learner)
-  F = sum(mlp_widths(config, t)) + (len(mixed.layers) * mixed.chosen * mixed.width // t if mixed else 0)
+  F = sum(mlp_widths(config, t)) + (len(mixed.layers) * mixed.per_token * mixed.width // t if mixed else 0)
   width = L * (4 * E + 2 * H * D + 2 * K * D) + 3 * F  # elements that a token's products read and write, in all layers
   summed, stepped = 2 * micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)
 

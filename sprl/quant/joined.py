@@ -44,7 +44,7 @@ class Joined:
     """Return each linear's part of y, a product with the whole weight or with one device's rows of it."""
     return self._cut(y, -1)
 
-  def apart(self) -> list[Any]:
+  def separated(self) -> list[Any]:
     """Return the weights of the linears, each in its original form."""
 
     def rows(x):
@@ -107,9 +107,9 @@ def join_all(params: Params, meshes: Iterable[Mesh | AbstractMesh]) -> Params:
   return _in_groups(params, of)
 
 
-def apart(params: Params) -> Params:
+def separated(params: Params) -> Params:
   """Return the network's weights with every joined weight split into its linears."""
-  return _in_groups(params, lambda names, weights: weights[0].apart() if isinstance(weights[0], Joined) else weights)
+  return _in_groups(params, lambda names, weights: weights[0].separated() if isinstance(weights[0], Joined) else weights)
 
 
 def _parts(weights: list[Any], axes: tuple[str, ...], meshes: tuple[Mesh | AbstractMesh, ...]) -> int | None:

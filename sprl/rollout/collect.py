@@ -11,7 +11,7 @@ from sprl.cache.layout import CacheLayout
 from sprl.config import SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.objective.advantages import equal_rewards
-from sprl.objective.diagnostics import repetition
+from sprl.rollout.repetition import repetition
 from sprl.tasks.problems import Problem
 from sprl.types import Trajectory, sequences
 

@@ -28,7 +28,7 @@ from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import first_rows, put_rows, replace_rows, take_rows
 from sprl.config import Sampling
-from sprl.kernels.support import Format
+from sprl.kernels.support import RecordFormat
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.quant.dot import rows_dot
@@ -123,7 +123,7 @@ def empty_state(
   rows: int,
   max_tokens: int,
   seed: Array,
-  support: Format | None = None,
+  support: RecordFormat | None = None,
   chunk: int = 0,
 ) -> DecodeState:
   """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
@@ -413,7 +413,7 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
   """Draw and record one token for each active row. A stop id or the last allowed token ends the row."""
   with jax.named_scope('draw'):
     uniform = uniforms(state.seed, state.uid, state.attempt, state.cache.seen)
-    form = None if state.support is None else Format(state.support.shape[2], state.support.dtype)
+    form = None if state.support is None else RecordFormat(state.support.shape[2], state.support.dtype)
     drawn = draw(logits(weights, hidden), shard(uniform, 'drawn_rows', None), sampling, form)
     token, logp = shard(drawn.token, 'rows'), shard(drawn.logp, 'rows')
   column = jnp.where(active, state.count, state.tokens.shape[1])  # out of bounds: dropped

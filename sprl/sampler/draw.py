@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from sprl.config import Sampling
-from sprl.kernels.support import Format, mask_of_ids, pack_mask, support_mask
+from sprl.kernels.support import RecordFormat, mask_of_ids, pack_mask, support_mask
 
 BLOCK = 256  # vocabulary entries in a block of the two-level search
 
@@ -27,7 +27,9 @@ class Candidates(NamedTuple):
   ids: Int[Array, 'B N'] | None  # their tokens; None: token n is candidate n
 
 
-def draw(logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling, record: Format | None = None) -> Drawn:
+def draw(
+  logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling, record: RecordFormat | None = None
+) -> Drawn:
   """Draw one token per row, with its log-prob and, in the form `record`, its support.
 
   `uniform` holds two random numbers per row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0, and it
@@ -65,7 +67,7 @@ def candidates(logits: Float[Array, 'B V'], sampling: Sampling) -> Candidates:
   return Candidates(logits, ids)
 
 
-def support_record(found: Candidates, vocab: int, form: Format) -> Integer[Array, 'B W']:
+def support_record(found: Candidates, vocab: int, form: RecordFormat) -> Integer[Array, 'B W']:
   """Return the candidates that no filter excludes, as a record."""
   kept = found.logits > -jnp.inf
   if found.ids is None:

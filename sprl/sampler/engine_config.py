@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from sprl.cache.layout import CacheLayout
 from sprl.config import Sampling, SettingsError
-from sprl.kernels.support import Format, record_format
+from sprl.kernels.support import RecordFormat, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
@@ -43,7 +43,7 @@ class EngineConfig:
     return transformer.graph(self.model)
 
   @cached_property
-  def support(self) -> Format | None:
+  def support(self) -> RecordFormat | None:
     """The form of the recorded supports; None if none are recorded. Raises SettingsError if a record would be too large."""
     return record_format(self.sampling, self.model.vocab_size) if self.record_support else None
 

@@ -25,7 +25,7 @@ from sprl.models.transformer import Params, abstract_params, head_weight, logica
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated, cut_within_blocks, quantise
 from sprl.quant.dot import LowRank, dot, plain
-from sprl.quant.joined import Joined, Within, apart, join_all
+from sprl.quant.joined import Joined, Within, join_all, separated
 from sprl.sharding.rules import KEPT, Names, OnMesh, between_meshes, is_names, shardings
 
 LINEAR = re.compile(
@@ -234,7 +234,7 @@ def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant, mes
 
   `mesh` holds the weights; None: one device.
   """
-  declared, leaves = set(quantised_linears(params, quant)), _leaves(jax.eval_shape(apart, weights.params))
+  declared, leaves = set(quantised_linears(params, quant)), _leaves(jax.eval_shape(separated, weights.params))
   found = {jax.tree_util.keystr(path) for path, w in leaves if isinstance(w, BlockScaled | Emulated)}
   faults = [f'{name}: {"not " * (name in declared)}quantised, against config.quant' for name in sorted(declared ^ found)]
   faults += [
@@ -263,7 +263,7 @@ def _measure(params, weights, name, dtype):
   finite = jnp.array([jnp.all(jnp.isfinite(x.astype(jnp.float32))) for x in jax.tree.leaves(weights.params)]).all()
   if name is None:
     return finite, jnp.zeros(())
-  trees = params, apart(weights.params)
+  trees = params, separated(weights.params)
   w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in trees)
   w = plain(w)
   if w.ndim > 2:

@@ -203,7 +203,7 @@ def parts(name: str, size: int) -> int:
   return 1 if (mesh := _mesh()) is None else math.prod(mesh.shape[axis] for axis in _splits(mesh, IN_USE[name], size, set()))
 
 
-def apart(name: str, size: int, by: str) -> bool:
+def splits_over(name: str, size: int, by: str) -> bool:
   """Return whether an axis of this name and size is split over a mesh axis that may also split the axis named `by`."""
   return (mesh := _mesh()) is not None and not set(IN_USE[by]).isdisjoint(_splits(mesh, IN_USE[name], size, set()))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.cache.eviction import METHODS, View, window
+from sprl.cache.eviction import METHODS, View, eviction_window
 from sprl.config import Cache, Gkv, Rkv, Streaming
 
 SHAPES = [  # B, K, G, A, S, D
@@ -195,8 +195,8 @@ def one_head(k, n=None, q=None, carried=None, position=None):
 
 def test_each_method_has_its_default_window():
   defaults = {'rkv': 8, 'snapkv': 8, 'h2o': 256, 'streaming': 8, 'keydiff': 8, 'gkv': 16, 'tova_like': 1}
-  assert {method: window(Cache(method=method, budget=512)) for method in defaults} == defaults
-  assert window(Cache(method='gkv', window=3)) == 3
+  assert {method: eviction_window(Cache(method=method, budget=512)) for method in defaults} == defaults
+  assert eviction_window(Cache(method='gkv', window=3)) == 3
 
 
 def test_streaming_keeps_the_sinks_and_the_newest():
@@ -213,7 +213,7 @@ def test_streaming_keeps_the_sinks_and_the_newest():
 
 
 def test_h2o_keeps_the_newest_token_for_any_budget():
-  assert [window(Cache(method='h2o', budget=budget)) for budget in (1, 2, 3, 8)] == [1, 1, 1, 4]
+  assert [eviction_window(Cache(method='h2o', budget=budget)) for budget in (1, 2, 3, 8)] == [1, 1, 1, 4]
 
 
 def test_h2o_keeps_the_heavy_hitters():
@@ -224,7 +224,7 @@ def test_h2o_keeps_the_heavy_hitters():
     share = np.array([10.0 if i in heavy else 1.0 for i in range(t + 1)])
     carried[: t + 1] += share / share.sum()
   result = scored(one_head(np.ones((S, 2)), carried=carried), cache)
-  assert kept(result.score[0, 0], S, window(cache), budget) == [*sorted(heavy), 13, 14, 15]
+  assert kept(result.score[0, 0], S, eviction_window(cache), budget) == [*sorted(heavy), 13, 14, 15]
   np.testing.assert_array_equal(result.carried[0, 0], np.float32(carried))
 
 
@@ -245,7 +245,7 @@ def test_tova_like_keeps_the_keys_that_the_last_query_attends_to():
   q[0, 2, 4] = q[1, 2, 5] = 100.0  # the heads of the last one
   cache = Cache(method='tova_like', budget=3)
   result = scored(one_head(k, q=q), cache).score[0, 0]
-  assert kept(result, 8, window(cache), 3) == [4, 5, 7]
+  assert kept(result, 8, eviction_window(cache), 3) == [4, 5, 7]
   np.testing.assert_allclose(result[jnp.array([4, 5])], 0.5)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sprl.cache.attend import CachedAttention, attend
 from sprl.cache.compaction import compress
-from sprl.cache.eviction import METHODS, window
+from sprl.cache.eviction import METHODS, eviction_window
 from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layer import NEVER, LayerCache
 from sprl.cache.layout import cache_layout
@@ -294,7 +294,7 @@ class Loops:
   """One kv head of one row of a layer, as lists in float64."""
 
   def __init__(self, settings, group):
-    self.settings, self.a, self.group = settings, window(settings), group
+    self.settings, self.a, self.group = settings, eviction_window(settings), group
     self.k, self.v, self.position, self.carried, self.queries, self.count, self.gone = [], [], [], [], [], 0, {}
 
   def prefill(self, q, k, v):

@@ -56,8 +56,8 @@ def run_with(**names):
 
 def test_a_method_of_a_file_has_its_own_scores_and_window(mine):
   found = eviction.method(f'{mine}:NEWEST_16')
-  assert eviction.window(Cache(budget=64, method=f'{mine}:NEWEST_16')) == 16
-  assert eviction.window(Cache(budget=64, method=f'{mine}:short_keys')) == 8  # of a function: that of Method
+  assert eviction.eviction_window(Cache(budget=64, method=f'{mine}:NEWEST_16')) == 16
+  assert eviction.eviction_window(Cache(budget=64, method=f'{mine}:short_keys')) == 8  # of a function: that of Method
   k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 4)), jnp.float32)
   view = eviction.View(k=k, n=5, position=None, q=None, q_position=None, carried=None, v=k, kernels='reference')
   np.testing.assert_allclose(found.score(view, Cache()).score, -np.linalg.norm(np.asarray(k), axis=-1), rtol=1e-6)

@@ -33,14 +33,14 @@ from sprl.config import (
 from sprl.distributed.team import ALONE
 from sprl.guards import checks
 from sprl.guards.checks import CHECKS, FEW, FINITE, HEALTHY, WINDOW, History, gain, warnings
-from sprl.guards.stop import Streaks, apart, sentinels
+from sprl.guards.stop import Streaks, policies_differ, sentinels
 from sprl.hooks import Warn
 from sprl.io.progress import Progress
 from sprl.io.run_state import RunState
 from sprl.learner.learner import batch_advantages
 from sprl.presets import ARMS, CORRECTIONS, RECIPES, with_arm, with_preset
 from sprl.quant.block import quantise
-from sprl.quant.joined import apart as apart_weights
+from sprl.quant.joined import separated
 from sprl.sampler.weights import sampler_weights
 from sprl.session import Session, StepReport
 
@@ -117,11 +117,11 @@ def test_saturation_of_frozen_scales_warns(name):
 
 
 def test_two_steps_of_different_policies_stop_the_run():
-  assert not apart(STEP | {'rollout_corr/kl': 0.99})
-  assert not apart({})
+  assert not policies_differ(STEP | {'rollout_corr/kl': 0.99})
+  assert not policies_differ({})
   for spike in (1.01, -1.01):
     step = STEP | {'rollout_corr/kl': spike}
-    assert apart(step)
+    assert policies_differ(step)
     assert stops(step, CHEAP, apart=1) == []
     (reason,) = stops(step, CHEAP, apart=2)
     assert f'rollout_corr/kl = {spike}' in reason
@@ -601,7 +601,7 @@ def faults_of_weights():
   """Return a reason to stop for each kind of fault in the weights and scales of the sampler. The linear `k` has other weights."""
   _, params = small.model('qwen2', num_hidden_layers=1)
   weights = sampler_weights(params, jnp.dtype('float32'), CHEAP.quant)
-  whole = apart_weights(weights.params)
+  whole = separated(weights.params)
   attention = whole['layers'][0]['attention']
   k, v = ({**attention[name], 'kernel': params['layers'][0]['attention'][name]['kernel']} for name in 'kv')
   k['kernel'] = quantise(jnp.flip(k['kernel'], 0), 'float32').emulated()

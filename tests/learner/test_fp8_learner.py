@@ -23,7 +23,7 @@ from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.lora import Base, init_adapters
 from sprl.quant.block import BlockScaled, Emulated
-from sprl.quant.joined import apart
+from sprl.quant.joined import separated
 from sprl.sampler.engine import generate
 from sprl.sampler.engine_config import EngineConfig
 from sprl.sampler.weights import quantised_linears, sampler_weights
@@ -245,7 +245,7 @@ def test_the_linears_and_their_codes_are_those_of_the_sampler(world):
   ):
     learner = dataclasses.replace(sampler, sampler='none', learner='w8a8').in_learner
     copies = jax.jit(partial(copies_of, quant=learner, dtype=FLOAT32))(params)
-    weights = apart(sampler_weights(params, FLOAT32, sampler).params)
+    weights = separated(sampler_weights(params, FLOAT32, sampler).params)
     held = by_path(weights)
     assert {name for name, w in held.items() if isinstance(w, BlockScaled | Emulated)} == set(copies)
     for name, copy in copies.items():
@@ -258,7 +258,7 @@ def test_with_an_adapter_the_policy_is_that_of_the_merged_weights(world):
   lora = dataclasses.replace(run.lora, rank=2)
   adapters = jax.tree.map(lambda a: a + 0.1, init_adapters(config, lora, jax.random.key(0)))
   under = Base(params, 8.0).under(adapters)
-  merged = apart(sampler_weights(under, FLOAT32).params)
+  merged = separated(sampler_weights(under, FLOAT32).params)
   got, expected = (np.asarray(score(transformer.graph(config), w, batch, forward_config(W8A8))) for w in (under, merged))
   assert np.median(np.abs(got - expected)) < 1e-5
   assert np.abs(got - score(transformer.graph(config), params, batch, forward_config(W8A8))).mean() > 0.1

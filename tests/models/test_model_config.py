@@ -265,7 +265,7 @@ def test_tiny_names_unknown_keys():
 
 def test_experts_with_the_keys_of_transformers_4_and_5():
   four = tiny('qwen3_moe', num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False)
-  assert four.experts == Experts(count=6, chosen=2, width=40, normalised=False, layers=(1, 5))
+  assert four.experts == Experts(count=6, per_token=2, width=40, normalised=False, layers=(1, 5))
   five = {key: value for key, value in four.raw.items() if key != 'num_experts'} | {'num_local_experts': 6}
   assert ModelConfig.from_json(five) == four
   assert tiny('qwen2_moe').experts == Experts(6, 2, 40, False, (0, 1), shared_width=48)

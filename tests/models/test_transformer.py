@@ -60,7 +60,7 @@ def by_hand(config, params, ids):
   def mixture(x, p):  # for one token
     scores = np.exp(linear(x, p['router']))
     scores = scores / scores.sum()
-    chosen = np.argsort(-scores)[: config.experts.chosen]
+    chosen = np.argsort(-scores)[: config.experts.per_token]
     whole = scores[chosen].sum() if config.experts.normalised else 1
     of_expert = [jax.tree.map(lambda leaf, e=e: leaf[e], p['experts']) for e in chosen]
     y = sum(scores[e] / whole * mlp(x, expert) for e, expert in zip(chosen, of_expert))

@@ -29,7 +29,7 @@ from sprl.config import (
 )
 from sprl.config_checks import validate
 from sprl.kernels.linear_logprob import linear_logprob
-from sprl.kernels.support import Format, support_mask
+from sprl.kernels.support import RecordFormat, support_mask
 from sprl.learner.update import needs_old_logprobs
 from sprl.objective.advantages import advantages
 from sprl.objective.correction import reject, weigh
@@ -39,11 +39,11 @@ from sprl.types import LogProbs
 
 V, GROUP = 4, 2
 ANSWERS = [(0,), (2,), (3,), *((1, second) for second in range(V))]
-MASK = Format(1, jnp.uint32)
+MASK = RecordFormat(1, jnp.uint32)
 FILTERS = {  # name -> settings, form of the record
   'none': (Sampling(), None),
-  'top_k': (Sampling(top_k=2), Format(2, jnp.int32)),
-  'top_p': (Sampling(top_k=3, top_p=0.9), Format(3, jnp.int32)),
+  'top_k': (Sampling(top_k=2), RecordFormat(2, jnp.int32)),
+  'top_p': (Sampling(top_k=3, top_p=0.9), RecordFormat(3, jnp.int32)),
   'min_p': (Sampling(min_p=0.2), MASK),
   'mask of top_p': (Sampling(top_p=0.9), MASK),
 }

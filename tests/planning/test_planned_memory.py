@@ -133,7 +133,7 @@ def test_offloaded_moments_of_the_update_program_lie_on_the_host():
 
 def test_a_mixture_with_dense_layers_counts_each_layer_by_its_own_width():
   """Every other layer is dense; the others have a shared expert of width 32."""
-  mixed = Experts(count=8, chosen=2, width=64, normalised=True, layers=(1, 3), shared_width=32)
+  mixed = Experts(count=8, per_token=2, width=64, normalised=True, layers=(1, 3), shared_width=32)
   config = dataclasses.replace(tiny('qwen2_moe'), num_layers=4, hidden_size=128, intermediate_size=512, experts=mixed)
   assert memory.mlp_widths(config, 2) == [256, 16, 256, 16]
   held = {

@@ -141,7 +141,7 @@ def test_mixture_update_memory_is_planned_and_tokens_go_to_experts():
   # 12 % above since updates have copies of the weights. It is unknown which planned array XLA does not hold (docs/limits.md).
   assert check.planned == pytest.approx(check.compiled.total, rel=0.13)
   tokens = 4 * 4096
-  hidden, gates = 2 * tokens * MIXTURE.hidden_size, 4 * tokens * MIXTURE.experts.chosen
+  hidden, gates = 2 * tokens * MIXTURE.hidden_size, 4 * tokens * MIXTURE.experts.per_token
   gathered = {('all-gather', hidden): 3 * LAYERS, ('all-gather', 2 * gates): 2 * LAYERS}  # gates, and the experts' numbers
   scattered = {('reduce-scatter', hidden): 2 * LAYERS, ('reduce-scatter', gates): LAYERS}
   sent = among_experts(check)
@@ -167,7 +167,7 @@ def test_mixture_decode_memory_is_within_a_tenth_and_tokens_go_to_experts(kind):
   check = compile_check.check_decode(MIXTURE, UPDATE, made, made.kinds[kind])
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   rows = 4 * made.kinds[kind].rows
-  hidden, chosen = 2 * MIXTURE.hidden_size, 8 * MIXTURE.experts.chosen
+  hidden, chosen = 2 * MIXTURE.hidden_size, 8 * MIXTURE.experts.per_token
   sent = among_experts(check)
   times = LAYERS if kind == 0 else 2 * LAYERS  # a sparse cache has plain steps and compressing ones, here of all rows
   assert sent == {('all-gather', rows * (hidden + chosen)): times, ('reduce-scatter', rows * hidden): times}

@@ -47,7 +47,7 @@ def test_flops_of_an_update_by_hand():
 
 def test_a_token_meets_the_chosen_experts_alone():
   config, tokens = tiny('qwen3_moe'), Tokens(read=1)
-  more = dataclasses.replace(config, experts=dataclasses.replace(config.experts, chosen=config.experts.chosen + 1))
+  more = dataclasses.replace(config, experts=dataclasses.replace(config.experts, per_token=config.experts.per_token + 1))
   added = utilisation.update_flops(more, Lora(), tokens) - utilisation.update_flops(config, Lora(), tokens)
   assert added == 6 * len(config.experts.layers) * 3 * config.hidden_size * config.experts.width
 

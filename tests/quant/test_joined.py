@@ -15,7 +15,7 @@ from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.quant.block import BlockScaled, quantise
 from sprl.quant.dot import dot
-from sprl.quant.joined import GROUPS, Joined, Within, apart, join, join_all
+from sprl.quant.joined import GROUPS, Joined, Within, join, join_all, separated
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.mesh import make_mesh
 
@@ -58,7 +58,7 @@ def test_codes_and_scales_are_those_of_each_weight():
 @pytest.mark.parametrize('parts', [1, 2])
 def test_weights_come_apart_as_they_were(parts):
   stacks = [quantise(normal(3, 256, 40), 'float32') for _ in range(2)]
-  for before, after in zip(stacks, join(stacks, parts).apart(), strict=True):
+  for before, after in zip(stacks, join(stacks, parts).separated(), strict=True):
     assert dataclasses.replace(after, codes=None, scale=None) == dataclasses.replace(before, codes=None, scale=None)
     np.testing.assert_array_equal(after.codes.view(np.uint8), before.codes.view(np.uint8))
     np.testing.assert_array_equal(after.scale, before.scale)
@@ -116,7 +116,7 @@ def test_the_network_gives_the_same_with_joined_weights(family, quant):
 
   joined = sampler_weights(params, FLOAT32, quant).params
   assert any(isinstance(w, Joined) for w in jax.tree.leaves(joined, is_leaf=lambda w: isinstance(w, Joined)))
-  np.testing.assert_allclose(hidden(joined), hidden(apart(joined)), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(hidden(joined), hidden(separated(joined)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_joined_fp8_product_is_bit_equal_to_those_of_its_parts():

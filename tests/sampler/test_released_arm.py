@@ -35,7 +35,7 @@ def test_the_arm_has_the_choices_of_the_released_code():
   assert (c.mode, c.level, c.weight, c.cap, c.normalise) == ('decoupled', 'token', 'truncate', CAP, 'micro')
   assert (c.reject, c.veto) == ((f'token_k1={LOW}:{HIGH}',), VETO)
   assert (run.cache.method, run.cache.scope, run.cache.interval, run.cache.rkv.mix) == ('rkv', 'global', 128, 0.1)
-  assert eviction.window(run.cache) == 8
+  assert eviction.eviction_window(run.cache) == 8
   assert (eviction.POOL, eviction.SIMILARITY) == (7, 0.5)
   assert resolve(to_dict(run)) == run
 

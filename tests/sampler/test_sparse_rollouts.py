@@ -16,7 +16,7 @@ import pytest
 import small
 from code_flips import flipped
 
-from sprl.cache.eviction import METHODS, window
+from sprl.cache.eviction import METHODS, eviction_window
 from sprl.cache.layer import NEVER
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
@@ -164,7 +164,7 @@ def check_bookkeeping(settings, trajectories):
     assert set(np.unique(t.evicted).tolist()) - {NEVER} == set(compressions)
     for gone in compressions:  # the window of newest tokens stays
       newest = gone - 1 if gone == P else gone
-      assert np.argwhere(t.evicted == gone)[:, -1].max() <= newest - window(settings)
+      assert np.argwhere(t.evicted == gone)[:, -1].max() <= newest - eviction_window(settings)
   for a, b in itertools.pairwise(trajectories):
     if a.group == b.group:  # samples of a group start on the same tokens of their prompt
       P = a.prompt_length

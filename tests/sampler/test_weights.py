@@ -17,7 +17,7 @@ from sprl.models.config import tiny
 from sprl.models.moe import gates, mixture, probabilities
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
-from sprl.quant.joined import apart
+from sprl.quant.joined import separated
 from sprl.sampler.weights import (
   SamplerWeights,
   check_learner_mesh,
@@ -54,7 +54,7 @@ def formats(weights):
   """Return (names of the quantised weights of each layer, all other weights)."""
   found = [
     {name for block, names in BLOCKS.items() for name in names if is_fp8(layer[block][name]['kernel'])}
-    for layer in transformer.layers(jax.eval_shape(apart, weights.params))
+    for layer in transformer.layers(jax.eval_shape(separated, weights.params))
   ]
   return found, [w for w in jax.tree.leaves(weights.params, is_leaf=is_fp8) if not is_fp8(w)]
 
@@ -140,7 +140,7 @@ def test_unquantised_weights_equal_the_learners_in_another_dtype(family):
   cast = sampler_weights(params, BFLOAT16)
   head = params['embed'] if family == 'qwen2' else params['head']['kernel']
   np.testing.assert_array_equal(cast.head, np.asarray(head).astype(BFLOAT16))
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(BFLOAT16)), apart(cast.params), params)
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(BFLOAT16)), separated(cast.params), params)
 
 
 def test_blockwise_and_emulated_products_agree(params):
@@ -206,7 +206,7 @@ def test_self_check_accepts_sampler_weights(params):
 
 def broken(weights, name, change):
   """Return the weights, with none joined, and with one leaf of the first layer changed."""
-  weights = weights._replace(params=apart(weights.params))
+  weights = weights._replace(params=separated(weights.params))
   layer = weights.params['layers'][0]
   attention = {**layer['attention'], name: {**layer['attention'][name], 'kernel': change(layer['attention'][name]['kernel'])}}
   return weights._replace(params={**weights.params, 'layers': {**weights.params['layers'], 0: {**layer, 'attention': attention}}})
@@ -242,7 +242,7 @@ EXPERTS = {('experts', name) for name in BLOCKS['mlp']}
 )
 def test_experts_are_fp8_and_their_router_is_not(quant, skipped):
   weights = shapes(1, 'qwen2_moe', quant)
-  mlp = jax.eval_shape(apart, weights.params)['layers'][0]['mlp']
+  mlp = jax.eval_shape(separated, weights.params)['layers'][0]['mlp']
   for part, name in EXPERTS | SHARED:
     assert is_fp8(mlp[part][name]['kernel']) == (name not in skipped)
   assert mlp['router']['kernel'].dtype == mlp['shared_gate']['kernel'].dtype == FLOAT32
@@ -265,7 +265,7 @@ def test_self_check_finds_a_broken_expert():
 def test_fp8_experts_multiply_as_each_does_alone(quant):
   """The oracle is `dot` with the weights of one expert on all tokens. Gates of 0 leave out the tokens of other experts."""
   config, params = small.model('qwen3_moe', num_hidden_layers=1)
-  mlp = apart(sampler_weights(params, FLOAT32, quant).params)['layers'][0]['mlp']
+  mlp = separated(sampler_weights(params, FLOAT32, quant).params)['layers'][0]['mlp']
   kernels = {name: mlp['experts'][name]['kernel'] for name in BLOCKS['mlp']}
   x = jnp.asarray(np.random.default_rng(0).normal(size=(37, 64)), jnp.float32)
 
