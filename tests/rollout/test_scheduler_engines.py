@@ -31,6 +31,20 @@ def test_interrupted_requests_become_one_trajectory():
   assert world.scheduler.counts['resumed_tokens'] > 0
 
 
+def test_a_signal_ends_a_drain():
+  """Requests that the engines have left are aborted, and queued again with the tokens that they have drawn."""
+  world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync='drain'), capacity=12, sigma=2.0, chunk=0.01)
+  world.scheduler.batch()
+  assert world.scheduler._dispatcher.load > 0
+  begun = world.clock()
+  world.scheduler.quiesce(lambda: world.clock() > begun + 0.1)
+  assert world.clock() < begun + 0.2
+  assert world.scheduler._dispatcher.load == 0
+  assert world.scheduler.counts['aborted_tokens'] == 0  # none is lost
+  assert world.scheduler._dispatcher.waiting
+  assert len(world.scheduler.batch()) == 2
+
+
 def test_drain_waits_for_running_requests_and_keep_does_not():
   for sync in ('drain', 'keep'):
     world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), capacity=4, chunk=0.1)

@@ -45,6 +45,22 @@ def test_metrics_after_a_resume_count_from_the_resume():
   assert whole.scheduler.state() == resumed.scheduler.state()
 
 
+def test_groups_that_start_again_after_a_resume_count_once():
+  rollout = Rollout(prompts=4, group=2, async_ratio=2.0)
+  first, resumed = World(rollout, capacity=24), World(rollout, capacity=24)
+  first.scheduler.batch()
+  started = first.scheduler.metrics()[0]['async/started']
+  assert started == first.scheduler.counts['started'] > 4  # some of them are live
+  resumed.scheduler.restore(json.loads(json.dumps(first.scheduler.state())))
+  resumed.consumed = [(0, number, 0) for number in range(4)]
+  resumed.scheduler.sync([None])
+  live = len(resumed.scheduler._again)
+  resumed.scheduler.batch()
+  again = resumed.scheduler.metrics()[0]['async/started']
+  assert live > 0
+  assert again == resumed.scheduler.counts['started'] - started == resumed.scheduler.next - started
+
+
 def test_a_resume_in_the_middle_of_a_batch_keeps_what_was_dropped():
   rollout = Rollout(prompts=4, group=2, equal_groups='replace')
   worlds = [World(rollout, capacity=2) for _ in range(3)]
