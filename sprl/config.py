@@ -132,7 +132,7 @@ class Task:
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
   time_limit: float | None = None  # seconds for a grade (None: 10; async 60), or a step of environment or agent (None: 3600)
   turns: int = 10  # environment, agent: maximum answers in an episode
-  turn_tokens: int | None = None  # environment, agent: most tokens of one answer; sampling.max_tokens bounds those of all turns
+  turn_tokens: int = 64  # environment, agent: maximum tokens of one answer; sampling.max_tokens bounds all turns of a sequence
   branches: int = 4  # agent: most sequences of an episode that are trained; each edit of its history starts another sequence
 
 

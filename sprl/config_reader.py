@@ -21,7 +21,7 @@ def resolve(config: 'Mapping[str, Any] | ConfigDict', given: Collection[str] = (
 
   `given` are keys that the user has set, such as the flags of a command. An arm or preset refuses to change them. Other settings
   it changes if they have their default. Two things are changed without a warning: the arm `dense` drops the budget, and the
-  packing is that which the arm or the task needs.
+  packing follows the arm or the task.
 
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """

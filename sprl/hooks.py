@@ -113,7 +113,8 @@ def print_progress(session: Session, report: StepReport) -> None:
 def evaluate_and_save(session: Session, report: StepReport) -> None:
   """Evaluate every `eval.every` steps and after the last; save then and every `checkpoint.every` steps.
 
-  A signal or an error ends an evaluation. Then the step is saved without its evaluation, and a resumed run begins with that.
+  A signal or an error ends an evaluation. Then the step is saved without its evaluation (`Session.saved_on_error`), and a resumed
+  run begins with that.
   """
   run, step = session.run, report.step
   if session.evaluates_after(step):

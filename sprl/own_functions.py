@@ -18,7 +18,7 @@ def check_own_functions(run: Run) -> None:
 
 
 def checksums(run: Run) -> dict[str, str]:
-  """Return a checksum of the file of each user's function, environment or agent, by its name in the settings."""
+  """Return a checksum of the file of each user's function, environment or agent, and of those in task.args, by its name there."""
   return {name: checksum(path.read_bytes()) for name, path in _files(run).values()}
 
 

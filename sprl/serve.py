@@ -100,15 +100,14 @@ def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: flo
   held = bound(host, port, ('--host', '--port'))  # before the model loads, which can take minutes
   engine, tokenizer = open_engine(run)
   stop = threading.Event()
-  # Until here, and after the first signal, a signal ends the process at once: a chunk may hang.
-  before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
+  # Until here, and after the first signal, a signal ends the process at once: a chunk may hang.
   def end(*_: Any) -> None:
     stop.set()
-    for number, handler in before.items():
-      signal.signal(number, handler)
+    for number in signal.SIGTERM, signal.SIGINT:
+      signal.signal(number, signal.SIG_DFL)
 
-  for number in before:
+  for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, end)
   with EngineThread(engine, queue) as thread:
     app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path), token=access.token)

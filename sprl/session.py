@@ -180,7 +180,7 @@ class Session:
   def rollout(self, step: int) -> list[Trajectory] | None:
     """Return the trajectories of the step's groups, group by group, and hand the devices over to the learner.
 
-    Returns None if a signal came; a resumed run asks for the same groups again. If all groups fail, the steps before are saved.
+    Returns None if a signal came; a resumed run asks for the same groups again. Errors save the steps before: `saved_on_error`.
     """
     times, began = Stopwatch(), self.timeline.now()
     groups = self._wait_for_groups()
@@ -386,7 +386,8 @@ class Session:
     try:
       self._ahead = prompts(self.source, self.scheduler.next, self.run.prefill)
     except (EnvironmentFault, TokenizerError) as error:  # a service may be back soon
-      log.warning('the FP8 cache is calibrated on the prompts of the step before: %s', error)
+      instead = 'is calibrated on the prompts of an earlier step' if self._ahead else 'keeps its scales'
+      log.warning('the FP8 cache %s: %s', instead, error)
     return self._ahead
 
 

@@ -223,8 +223,6 @@ class LogProbs:
   """
 
   sampler: Float[Array, 'B T']  # the policy that drew the token: sparse, FP8, perhaps older weights
-  old: Float[Array, 'B T'] | None = (
-    None  # the learner with the weights before this step's updates; dense, but in the arm learner_mask
-  )
+  old: Float[Array, 'B T'] | None = None  # the learner before this step's updates; dense, except in learner_mask
   current: Float[Array, 'B T'] | None = None  # the learner with the weights being trained; the only one with a gradient
   ref: Float[Array, 'B T'] | None = None  # the frozen reference model

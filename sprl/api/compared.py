@@ -26,7 +26,7 @@ class Comparison:
         arm, runs, seeds                             its name, and how many runs and seeds it has
         step, before, score, low, high               of the newest evaluation that all its runs have, with a 95 % interval
         difference, difference_low, difference_high  from the first arm, for the same seeds and problems
-        covers                                       what the interval of the difference covers
+        covers                                       what the interval of the difference covers, or why there is none
         seconds                                      of the steps of a run
         METRIC                                       medians of speed, saved memory and mismatch, such as rollout_corr/k3_kl
 

@@ -210,9 +210,8 @@ NO_FP8_CACHE = Advice(
   lambda run: run.quant.sampler == 'w8a8_kv8' and needs_no_fp8_cache(run),
 )
 NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler == 'kv8' and needs_no_fp8_cache(run))
-TURN_TOKENS = Advice('a larger config.task.turn_tokens', lambda run: run.task.turn_tokens is not None)
+TURN_TOKENS = Advice('a larger config.task.turn_tokens')
 LENGTH = Advice('a larger config.sampling.max_tokens')
-TURNS_LENGTH = Advice(LENGTH.text, lambda run: run.task.turn_tokens is None)
 STOP = Advice('a string that ends an answer, in config.sampling.stop')
 MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
 OVERLONG = Advice('config.advantage.overlong = 0.2', lambda run: run.advantage.overlong is None and not ranks_equal_groups(run))
@@ -400,7 +399,7 @@ CHECKS = (
   ),
   Check(
     'most answers are cut off', 'completion/turns_cut', MANY, (0.0, 0.5), 'They reach the token limit of a turn before they end.',
-    (TURN_TOKENS, TURNS_LENGTH, STOP), cuts_by_mistake,
+    (TURN_TOKENS, STOP), cuts_by_mistake,
   ),
   Check(
     'answers repeat themselves', 'sparse/repetition', MANY, (0.0, 0.5), 'More than half of an answer is text that occurs twice.',

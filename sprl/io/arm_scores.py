@@ -45,7 +45,7 @@ class Difference(NamedTuple):
   mean: float
   low: float
   high: float
-  of: str  # what the interval covers
+  of: str  # what the interval covers, or why there is none
 
 
 def score_rows(arms: Sequence[Arm]) -> list[ArmRow]:
@@ -90,10 +90,10 @@ def score(arm: Arm) -> Score:
 
 
 def difference(arm: Arm, other: Arm) -> Difference | None:
-  """Return how much an arm scores above another one, for the seeds that both have; None if no two runs are comparable.
+  """Return how much an arm scores above another one, for the seeds that both have; None if none of them is comparable.
 
-  If some of these seeds are not comparable, the numbers are NaN, and `of` counts them: often these runs ended early because they
-  failed, and the others would look better without them. Several runs of a seed count as their mean. The newest evaluations may be
+  If only some are, the numbers are NaN, and `of` says so: often such runs ended early because they failed, and the
+  others would look better without them. Several runs of a seed count as their mean. The newest evaluations may be
   of a later step than the score, if a run of another seed has ended early or goes on; `of` then names the step.
   """
   ours, theirs = by_seed(arm), by_seed(other)

@@ -111,8 +111,8 @@ def read_runs(workdirs: Sequence[Path], setting: str) -> list[Recorded]:
 def inputs_of(workdir: Path) -> dict[str, str]:
   """Return what the starts of a run recorded beside its settings.
 
-  That are the run whose weights it began with, and checksums of a user's functions and of rows that are in no file. The digits at
-  the end of a run's name count as a seed: `sft-0` and `sft-1` give the same.
+  These are the run that its first weights come from, and checksums of a user's functions and of rows that are in no file. The
+  digits at the end of that run's name count as a seed: `sft-0` and `sft-1` give the same.
   """
   starts = read_starts(workdir)
   last, origin = (starts['starts'] or [{}])[-1], starts['from']

@@ -92,7 +92,8 @@ class Checkpoints:
   def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None, measure: str = '') -> None:
     """Start a checkpoint of `step`. Returns as soon as `arrays`, a pytree of jax arrays, may be donated.
 
-    Waits for the previous save. If that failed, its error is logged, and this save is waited for too: it raises its own error.
+    Waits for the previous save. If that failed, its error is raised over several processes. In one process it is logged, and this
+    save is waited for too: it raises its own error.
     `extra` must be valid JSON. If `step` was just saved or restored, there are no new arrays: only a score that the checkpoint
     lacks is added, with `extra`. `measure` names how it was measured.
     """
@@ -100,6 +101,8 @@ class Checkpoints:
     try:
       self.wait()
     except CheckpointError as error:
+      if self._team.processes > 1:  # perhaps only this process knows, and a save needs all
+        raise
       failed = True
       _log.error('%s; step %d is saved now', error, step)
     score = score if score is not None and math.isfinite(score) else None

@@ -109,7 +109,7 @@ def begin_agents(
     seed, shuffle = partial(seeds, held_out=held_out, split=False), None if held_out else run.seed
     row = partial(rows, data[split], split, seed, shuffle)
     drawn = run.eval_sampling if held_out else run.sampling
-    limits = Limits(task.turns, task.turn_tokens or drawn.max_tokens, drawn.max_prompt, drawn.max_tokens)
+    limits = Limits(task.turns, task.turn_tokens, drawn.max_prompt, drawn.max_tokens)
     release = (lambda key: None) if pool is None else pool.release
     return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release)
 

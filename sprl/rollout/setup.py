@@ -6,7 +6,7 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -183,7 +183,9 @@ class RolloutSetup:
       check_agents(run.task, tokenizer)
       opened = replace(opened, digest=agent_digest(run.task, 'train'))
     if run.task.kind == 'environment' and team.leads:
-      with _closed_at_the_end(opened._conversations(run.sampling.max_tokens, None)) as source:
+      source, other = (_closed_at_the_end(opened._conversations(run.sampling.max_tokens, None)) for _ in range(2))
+      with source as source, other as other:
+        _check_equal_seeds(run, source, other)
         _check_first_observation(run, source)
     return opened, lengths
 
@@ -270,7 +272,7 @@ class RolloutSetup:
     run, task = self.run, self.run.task
     assert task.name, 'checked with the settings'
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
-    limits = Limits(task.turns, task.turn_tokens or limit, run.sampling.max_prompt, limit)
+    limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
     split, rows = takes_split(task, self.inputs.environment), rows_of(sample)
     count = None if rows is None else different(rows, split)
@@ -359,17 +361,22 @@ def _closed_at_the_end(source: ConversationSource) -> Iterator[ConversationSourc
     attempt(with_time_limit, FAREWELL_SECONDS, close, source.sample)
 
 
+def _check_equal_seeds(run: Run, source: Source, other: Source) -> None:
+  """Warn if two new environments with the same seed begin differently."""
+  with suppress(EnvironmentFault, TokenizerError):  # one that fails now and then
+    if not np.array_equal(source.prompt(0), other.prompt(0)):
+      log.warning(
+        'config.task.name = %r: two environments with the same seed gave different first observations; the answers of a group '
+        'are compared, so equal seeds must give equal episodes', run.task.name,
+      )  # fmt: skip
+
+
 def _check_first_observation(run: Run, source: Source) -> None:
   """Raise SettingsError if no environment can be reset, or if the first observation is longer than `sampling.max_prompt`."""
   try:
-    (first,), (again,) = prompts(source, 0, 1), prompts(source, 0, 1)
+    (first,) = prompts(source, 0, 1)
   except EnvironmentFault as error:
     raise SettingsError(f'config.task.name = {run.task.name!r}: no episode can begin: {error}') from error
-  if not np.array_equal(first, again):
-    log.warning(
-      'config.task.name = %r: two resets with the same seed gave different observations; the answers of a group are compared, so '
-      'equal seeds must give equal episodes', run.task.name,
-    )  # fmt: skip
   if len(first) > run.sampling.max_prompt:
     raise SettingsError(
       f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of the first '

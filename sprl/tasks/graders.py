@@ -368,7 +368,8 @@ def _letter(text: str) -> str | None:
 
 def _worded(text: str) -> str:
   """Return a text in small letters, without LaTeX's commands for text and without marks around it."""
-  return ' '.join(_LATEX_TEXT.sub(r' \1 ', text).casefold().split()).strip('#~$*_"\'`.,;:! ')
+  plain = re.sub(r'\\[ ,;:!]|~', ' ', _LATEX_TEXT.sub(r' \1 ', text))
+  return ' '.join(plain.casefold().split()).strip('#$*_"\'`.,;:! ')
 
 
 def _is_worded(answer: str) -> bool:
@@ -379,10 +380,10 @@ def _is_worded(answer: str) -> bool:
 
 def _said(completion: str) -> str:
   """Return what a completion without a box says in the end: its last tag, else the last line, from `answer is` on."""
-  if (tagged := last_tagged(completion)) is not None:
-    return tagged
-  line = marked(completion) or completion.rstrip().rpartition('\n')[2]
-  return _ANSWER.split(line[-_LONG:])[-1]
+  said = last_tagged(completion)
+  if said is None:
+    said = marked(completion) or completion.rstrip().rpartition('\n')[2]
+  return _ANSWER.split(said[-_LONG:])[-1]
 
 
 def _is_endless(text: str) -> bool:
@@ -417,14 +418,14 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
   r'\b(and|or|to|plus|minus|times|over|half|halves|thirds?|dozens?|hundreds?|thousands?|millions?|billions?|trillions?|pi|squared|'
   r'cubed)\b', re.IGNORECASE
 )  # fmt: skip
-_LATEX_TEXT = re.compile(r'\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
+_LATEX_TEXT = re.compile(r'\\(?:text|textrm|textbf|textit|texttt|textsf|emph|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
 _FORMULA = re.compile(r'[\\^]|(?<=[0-9)}])\s*/')
 _SEPARATED = re.compile(r'(?<=[0-9])(?:\{,\}|,?\\[!,;: ])\s*(?=[0-9]{3}(?![0-9]))')  # thousands in LaTeX
 _HUGE = re.compile(r'\^[^}]*\^|\^\s*\{?\s*[0-9]{4}|[0-9]{4}\s*!|!\s*!')  # in a formula for a number: it may have no end
 _JOINT = re.compile(r'(?:,|;|and|or|, ?and|, ?or)(?: ?[A-Za-z] ?=)?')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`
-_ANSWER = re.compile(r'(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*', re.IGNORECASE)
+_ANSWER = re.compile(r'(?:the\s+)?(?:final\s+)?answer[\s*_]*(?:is|:|=)\s*', re.IGNORECASE)
 _LETTER = re.compile(  # `(C)`, `(C) 5`, `C. 5`; not `(A) \cup B`
   r'(?i:(?:option|choice)\s+)?(?:\(([A-J])\)(?:\\?[\s~]+(?![-+*/=<>]|\\(?:cup|cap|times|cdot|to|leq?|geq?|neq?|pm|in)\b).*|[.:].*)?|'
   r'([A-J])(?:[.:)].*)?)', re.DOTALL
@@ -435,7 +436,10 @@ _CHOICE = re.compile(
 )
 _OTHER_CHOICE = re.compile(r'\b(?i:answer|choice|option)\W+(?:(?i:is)\W+)?[A-J]\b')
 _PHRASE = re.compile(r"[a-z]{2,}(?:[ '-]+[a-z]+)*")
-_TEXT = re.compile(rf'(?!inf)(?:yes|no|(?=.*[a-z]{{4}}){_PHRASE.pattern})')  # four letters or more in a word: `abc` is a product
+_SYMBOLS = 'inf|infty|infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|iota|kappa|lambda|sigma|upsilon|omega'
+_TEXT = re.compile(  # with four letters or more in a word: `abc` is a product
+  rf'(?!(?:{_SYMBOLS})$)(?:yes|no|(?=.*[a-z]{{4}}){_PHRASE.pattern})'
+)
 _LONG = 1000  # characters of the longest expression: reading one takes a millisecond per character
 _TOWER = re.compile(r'\^\s*\{?\s*([0-9]+)\s*\^\s*\{?\s*([0-9]+)(\s*\^)?')  # powers of powers
 _PROSE = re.compile(r'(?<![A-Za-z])[A-Za-z]{2,}+\s+[A-Za-z]{2}|\n')  # two words, or two lines

@@ -41,7 +41,7 @@ def _table(task: Task, name: str) -> Table:
   path = expanded(task.path or '') / f'{name}.jsonl'
   if not path.is_file():
     expected = 'a folder with a file for each split, such as train.jsonl and test.jsonl'
-    one = "of one file, config.task.splits = ('train[:95%]', 'train[95%:]') holds out the last part"
+    one = 'docs/tasks.md says how one file serves for both'
     raise SettingsError(f'config.task.path = {task.path!r}: expected {expected}; {path}: no such file; {one}')
   return Table((path,))
 

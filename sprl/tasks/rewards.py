@@ -59,7 +59,7 @@ Grader = Callable[[Sample], Any]  # returns the score of a sample
 GroupGrader = Callable[[Sequence[Sample]], Any]  # returns the scores of the samples of one prompt
 
 
-_MEANS = {  # what parameters usually mean that have none of our names
+_MEANS = {  # usual names of parameters -> the argument that they mean; `data_source`, the first of verl's, means none of ours
   **dict.fromkeys(('question', 'query', 'problem', 'instruction'), 'prompt'),
   **dict.fromkeys(('response', 'solution_str', 'output', 'generation', 'prediction'), 'completion'),
   **dict.fromkeys(('ground_truth', 'label', 'target', 'reference', 'gold'), 'answer'),

@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +290,18 @@ def test_the_save_after_a_failed_one_is_made_and_waited_for(folder, monkeypatch,
   with pytest.raises(CheckpointError, match=r'tmp-step_000004: cannot be written: disk full'):
     fails(4)
   assert checkpoints.steps() == [2]
+
+
+def test_over_several_processes_the_error_of_a_save_is_raised_by_the_next_one(folder, monkeypatch):
+  """The other processes do not know of it, and a save needs all of them."""
+  checkpoints = Checkpoints(folder, 1)
+  monkeypatch.setattr(checkpoints, '_team', SimpleNamespace(leads=True, processes=2))
+  with monkeypatch.context() as patch:
+    patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
+    checkpoints.save(1, tiny(1), {})
+    futures.wait([checkpoints._pending])
+  with pytest.raises(CheckpointError, match=r'tmp-step_000001: cannot be written: disk full'):
+    checkpoints.save(2, tiny(2), {})
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_an_environment_whose_equal_seeds_differ_is_warned_of(tmp_path, caplog, 
   task = Task(kind='environment', name=f'{tmp_path / "game.py"}:Game', args={'greeting': 'Hello'}, chat=False)
   run = Run(seed=3, steps=1, model=ModelSettings(str(tmp_path)), task=task, sampling=Sampling(max_prompt=256))
   RolloutSetup.open(run, Tokenizer.load(tmp_path))
-  assert any('two resets with the same seed gave different observations' in said for said in caplog.messages) == remarked
+  assert any('with the same seed gave different first observations' in said for said in caplog.messages) == remarked
 
 
 def test_only_process_0_makes_environments(tmp_path):
@@ -163,8 +163,8 @@ def test_every_environment_that_a_run_makes_is_closed(tmp_path):
     workers, source, held_out = RolloutSetup.open(run, Tokenizer.load(tmp_path)).begin(stack.enter_context)
     prompts(source, 0, 2), prompts(held_out.source, 0, 2)
     answers(workers, Call((0, 0), 'reset', 0))
-  assert len(made) == 4  # for the check of the first observation, for the prompts of both splits, and of the episode
-  assert [game.closed for game in made] == [1] * 4
+  assert len(made) == 5  # two for the check of the first observation, for the prompts of both splits, and of the episode
+  assert [game.closed for game in made] == [1] * 5
 
 
 ROWS = """

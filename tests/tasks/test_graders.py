@@ -96,6 +96,11 @@ from sprl.tasks.rewards import Sample
     (r'\boxed{ddo}', r'\text{odd}', 0),
     (r'\boxed{odd}', r'\text{odd}', 1),
     (r'\boxed{\text{no solution}}', 'no solution', 1),
+    *((said, 'Paris', 1) for said in ('**Answer**: Paris', '<answer>The answer is Paris</answer>')),
+    (r'\boxed{San\ Francisco}', 'San Francisco', 1),
+    (r'\boxed{\textit{even}}', 'even', 1),
+    (r'\boxed{\theta}', 'theta', 1),
+    *((said, 'infinitely many', 1) for said in (r'\boxed{\text{infinitely many}}', 'The answer is infinitely many.')),
     (r'\boxed{\infty}', 'infinity', 1),
     (r'\boxed{bac}', 'abc', 1),  # a product
   ],
