@@ -116,15 +116,15 @@ def inputs_of(workdir: Path) -> dict[str, str]:
   """
   starts = read_starts(workdir)
   last, origin = (starts['starts'] or [{}])[-1], starts['from']
-  rows = {'rows': last['rows']} if last.get('rows') else {}
+  others = {'rows': last['rows']} if last.get('rows') else {}
   if origin is not None:
-    rows['weights'] = f'{origin["workdir"].rstrip("0123456789")}:{"best" if origin.get("best") else origin["step"]}'
+    others['weights'] = f'{origin["workdir"].rstrip("0123456789")}:{"best" if origin.get("best") else origin["step"]}'
   folder = last.get('folder', '')
   files_of = {
     name: os.path.abspath(os.path.join(folder, os.path.expanduser(name))) if split_reference(name) else name
     for name in last.get('graders', {})
   }
-  return {f'source of {files_of[name]}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
+  return {f'source of {files_of[name]}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | others
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

@@ -152,7 +152,7 @@ class RolloutSetup:
     cls, run: Run, tokenizer: Tokenizer, team: Team, inputs: Inputs, train: bool
   ) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
-    stream, ahead, digest = None, [], 0
+    stream, ahead, digest = None, [], agent_digest(run.task, 'train') if run.task.kind == 'agent' else 0
     if train and run.task.kind not in EPISODES:
       given = _problems(run, 'train', inputs, team)
       digest = given.digest
@@ -181,7 +181,6 @@ class RolloutSetup:
     opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, columns, digest)
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
-      opened = replace(opened, digest=agent_digest(run.task, 'train'))
     if run.task.kind == 'environment' and team.leads:
       source, other = (_closed_at_the_end(opened._conversations(run.sampling.max_tokens, None)) for _ in range(2))
       with source as source, other as other:

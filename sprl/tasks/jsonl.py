@@ -54,7 +54,9 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
   """
   if ('prompt' in line) == ('messages' in line):
     raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
-  row: dict[str, Any] = {'id': where, 'answer': _text(where, 'answer', line.get('answer', default)), 'row': line}
+  if (answer := line.get('answer', default)) is None:
+    raise SettingsError(f'{where}: no answer: expected text or a number; "answer": "" if the reward needs none')
+  row: dict[str, Any] = {'id': where, 'answer': _text(where, 'answer', answer), 'row': line}
   if line.get('solution') is not None:
     row['extra'] = {'solution': _text(where, 'solution', line['solution'])}
   if 'prompt' in line:
@@ -69,8 +71,6 @@ def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None
 
 def _text(where: str, name: str, value: Any) -> str:
   plain = value.item() if isinstance(value, np.generic) else value
-  if value is None and name == 'answer':
-    raise SettingsError(f'{where}: no answer: expected text or a number; "answer": "" if the reward needs none')
   if not is_text(plain) or isinstance(plain, bool):
     raise SettingsError(f'{where}: {name} = {value!r}: expected text or a number')
   return str(value)

@@ -32,6 +32,12 @@ ARGUMENTS = {  # the name of an argument -> its meaning; a column with such a na
 PLURAL = {'prompt': 'prompts', 'completion': 'completions'}  # names in a sample -> names in a groupwise function
 OF_TRL = {'completion_ids': 'tokens'}  # names in TRL -> names here, for groupwise functions
 _ORDER = ('prompt', 'completion', 'answer')  # of the arguments in a call by position
+_MEANS = {  # usual names of parameters -> the argument that they mean; `data_source`, the first of verl's, means none of ours
+  **dict.fromkeys(('question', 'query', 'problem', 'instruction'), 'prompt'),
+  **dict.fromkeys(('response', 'solution_str', 'output', 'generation', 'prediction'), 'completion'),
+  **dict.fromkeys(('ground_truth', 'label', 'target', 'reference', 'gold'), 'answer'),
+  'data_source': 'data_source',
+}
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -57,14 +63,6 @@ class Sample:
 
 Grader = Callable[[Sample], Any]  # returns the score of a sample
 GroupGrader = Callable[[Sequence[Sample]], Any]  # returns the scores of the samples of one prompt
-
-
-_MEANS = {  # usual names of parameters -> the argument that they mean; `data_source`, the first of verl's, means none of ours
-  **dict.fromkeys(('question', 'query', 'problem', 'instruction'), 'prompt'),
-  **dict.fromkeys(('response', 'solution_str', 'output', 'generation', 'prediction'), 'completion'),
-  **dict.fromkeys(('ground_truth', 'label', 'target', 'reference', 'gold'), 'answer'),
-  'data_source': 'data_source',
-}
 
 
 def is_groupwise(parameters: Collection[str]) -> bool:
