@@ -23,7 +23,7 @@ from sprl.io.checkpoint import CheckpointError, read_record
 from sprl.io.config_file import read_located
 from sprl.io.metrics import read_metrics
 from sprl.io.report_charts import PARTS, Records
-from sprl.io.starts import read_starts
+from sprl.io.starts import read_starts, recorded_origin
 from sprl.io.trackers import flat
 
 # Settings that do not change what a run learns, apart from the rounding of its numbers.
@@ -114,11 +114,10 @@ def inputs_of(workdir: Path) -> dict[str, str]:
   These are the run that its first weights come from, and checksums of a user's functions and of rows that are in no file. The
   digits at the end of that run's name count as a seed: `sft-0` and `sft-1` give the same.
   """
-  starts = read_starts(workdir)
-  last, origin = (starts['starts'] or [{}])[-1], starts['from']
+  last, origin = (read_starts(workdir)['starts'] or [{}])[-1], recorded_origin(workdir)
   others = {'rows': last['rows']} if last.get('rows') else {}
   if origin is not None:
-    others['weights'] = f'{origin["workdir"].rstrip("0123456789")}:{"best" if origin.get("best") else origin["step"]}'
+    others['weights'] = f'{str(origin.workdir).rstrip("0123456789")}:{"best" if origin.best else origin.step}'
   folder = last.get('folder', '')
   files_of = {
     name: os.path.abspath(os.path.join(folder, os.path.expanduser(name))) if split_reference(name) else name
