@@ -56,9 +56,9 @@ class Game:
 """
 
 
-def run_of_game(folder, greeting='Hello'):
+def run_of_game(folder, greeting='Hello', source=GAME):
   """Return (a run that plays the game, the list of all games that are made)."""
-  (folder / 'game.py').write_text(GAME)
+  (folder / 'game.py').write_text(source)
   task = Task(kind='environment', name=f'{folder / "game.py"}:Game', args={'greeting': greeting}, chat=False)
   game = load_class(task.name, (), '')  # imports the file once, before the threads that stand for processes do
   run = Run(seed=3, steps=1, model=ModelSettings(str(folder)), task=task, sampling=Sampling(max_prompt=256))
@@ -127,9 +127,7 @@ def test_process_0_finds_the_rewards_for_all(tmp_path):
 def test_an_environment_whose_equal_seeds_differ_is_warned_of(tmp_path, caplog, text, remarked):
   write_tiny(tmp_path)
   source = GAME.replace('{seed}', f'{{{text}}}').replace('MADE = []', 'import itertools\nMADE, COUNT = [], itertools.count()')
-  (tmp_path / 'game.py').write_text(source)
-  task = Task(kind='environment', name=f'{tmp_path / "game.py"}:Game', args={'greeting': 'Hello'}, chat=False)
-  run = Run(seed=3, steps=1, model=ModelSettings(str(tmp_path)), task=task, sampling=Sampling(max_prompt=256))
+  run, _ = run_of_game(tmp_path, source=source)
   RolloutSetup.open(run, Tokenizer.load(tmp_path))
   assert any('with the same seed gave different first observations' in said for said in caplog.messages) == remarked
 
